@@ -1,0 +1,77 @@
+//! Condition types and reasons, as constants: tests, documentation and the code that writes them share one spelling.
+
+/// Types of conditions on a `PartitionPolicy`.
+pub mod policy {
+    /// True when every matched GPU is as the policy says.
+    pub const READY: &str = "Ready";
+    /// True when another policy claims one of the matched GPUs.
+    pub const CONFLICT: &str = "Conflict";
+}
+
+/// Reasons on a `PartitionPolicy`'s conditions.
+pub mod policy_reason {
+    pub const APPLIED: &str = "Applied";
+    pub const RESHAPING: &str = "Reshaping";
+    pub const NO_GPU_MATCHED: &str = "NoGpuMatched";
+    pub const PROFILE_NOT_FOUND: &str = "ProfileNotFound";
+    pub const LAYOUT_IMPOSSIBLE: &str = "LayoutImpossible";
+    pub const GPU_UNMANAGED: &str = "GpuUnmanaged";
+    pub const BLOCKED: &str = "Blocked";
+    pub const SHARED_GPU: &str = "SharedGpu";
+    pub const NO_CONFLICT: &str = "NoConflict";
+}
+
+/// Types of conditions on a `GpuNode`.
+pub mod node {
+    /// True when the daemon reads the hardware and follows `spec`.
+    pub const READY: &str = "Ready";
+    /// True while a step on the hardware fails; the message names call, GPU and error.
+    pub const DEGRADED: &str = "Degraded";
+}
+
+/// Reasons on a `GpuNode`'s conditions.
+pub mod node_reason {
+    pub const FOLLOWING: &str = "Following";
+    pub const DRIVER_UNAVAILABLE: &str = "DriverUnavailable";
+    pub const STEP_FAILED: &str = "StepFailed";
+    pub const GPU_LOST: &str = "GpuLost";
+    pub const HEALTHY: &str = "Healthy";
+}
+
+/// Why a GPU is not Kerf's to manage: `status.gpus[].unmanaged.reason`.
+pub mod unmanaged_reason {
+    pub const FOREIGN_DEVICE_PLUGIN: &str = "ForeignDevicePlugin";
+    pub const FOREIGN_DRA_DRIVER: &str = "ForeignDraDriver";
+    pub const MIG_MANAGER: &str = "MigManager";
+    pub const UNSAFE_TOOLKIT: &str = "UnsafeToolkitSetting";
+    pub const FOREIGN_INSTANCE: &str = "ForeignInstance";
+    pub const MODE_SWITCH_NOT_ALLOWED: &str = "ModeSwitchNotAllowed";
+}
+
+/// Kerf's condition on the pods that it handles.
+pub mod pod {
+    /// Type of the condition: True once the pod's partitions exist and its claim is allocated.
+    pub const PLANNED: &str = "kerf.dev/Planned";
+}
+
+/// Reasons of [`pod::PLANNED`]; events on the pod carry the same.
+pub mod pod_reason {
+    /// The allocation is written; kube-scheduler binds.
+    pub const ALLOCATED: &str = "Allocated";
+    /// A place is chosen and committed; the node is making the instances.
+    pub const RESHAPING: &str = "Reshaping";
+    /// No GPU of the cluster has the profile.
+    pub const NO_SUCH_PROFILE: &str = "NoSuchProfile";
+    /// Nothing fits now.
+    pub const NO_ROOM: &str = "NoRoom";
+    /// GPUs would fit, but their nodes do not (CPU, memory, taints, affinity).
+    pub const NODES_DO_NOT_FIT: &str = "NodesDoNotFit";
+    /// A ResourceQuota refused the claim; the message is the API server's.
+    pub const QUOTA: &str = "QuotaExceeded";
+    /// The claim cannot be served as written; the message says what would be right.
+    pub const BAD_CLAIM: &str = "BadClaim";
+    /// Other scheduling gates are still on the pod.
+    pub const OTHER_GATES: &str = "OtherGates";
+    /// A step on the hardware or the API failed and is being retried.
+    pub const RETRYING: &str = "Retrying";
+}

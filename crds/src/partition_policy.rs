@@ -1,0 +1,324 @@
+//! `PartitionPolicy`: what an administrator wants done with which GPUs.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, LabelSelector};
+use kube::{CustomResource, KubeSchema};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::pattern::Pattern;
+
+/// A PartitionPolicy says which GPUs of which nodes Kerf partitions, and how: cut to fit the pods that are waiting
+/// (Dynamic), kept in a stated layout (Static), or not cut at all (Off). A GPU that no policy matches, or that two
+/// policies match, is left exactly as it is.
+#[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[kube(
+    group = "kerf.dev",
+    version = "v1alpha1",
+    kind = "PartitionPolicy",
+    plural = "partitionpolicies",
+    shortname = "pp",
+    category = "kerf",
+    status = "PartitionPolicyStatus",
+    derive = "Default",
+    derive = "PartialEq",
+    doc = "A PartitionPolicy says which GPUs of which nodes Kerf partitions, and how.",
+    printcolumn = r#"{"name":"Mode","type":"string","jsonPath":".spec.mig.mode"}"#,
+    printcolumn = r#"{"name":"Nodes","type":"integer","jsonPath":".status.nodes"}"#,
+    printcolumn = r#"{"name":"GPUs","type":"integer","jsonPath":".status.gpus"}"#,
+    printcolumn = r#"{"name":"Layout","type":"string","jsonPath":".status.layoutSummary"}"#,
+    printcolumn = r#"{"name":"Ready","type":"string","jsonPath":".status.conditions[?(@.type=='Ready')].status"}"#,
+    printcolumn = r#"{"name":"Reason","type":"string","jsonPath":".status.conditions[?(@.type=='Ready')].reason"}"#,
+    printcolumn = r#"{"name":"Age","type":"date","jsonPath":".metadata.creationTimestamp"}"#
+)]
+#[serde(rename_all = "camelCase")]
+pub struct PartitionPolicySpec {
+    /// The nodes whose GPUs the policy is about, by node label. Empty: every node that runs Kerf's node daemon.
+    #[serde(default)]
+    pub node_selector: LabelSelector,
+
+    /// The GPUs of those nodes. Empty: all of them.
+    #[serde(default)]
+    pub gpus: GpuSelector,
+
+    /// How matched GPUs are cut.
+    #[serde(default)]
+    pub mig: MigPolicy,
+
+    /// Whether pods that ask for whole GPUs by `nvidia.com/gpu` are served from the matched GPUs. While they are,
+    /// such pods in opted-in namespaces wait for Kerf; otherwise they are left to whoever else serves that resource.
+    #[serde(default)]
+    pub whole_gpus: WholeGpus,
+
+    /// Where new partitions go: `Pack` fills started GPUs first and keeps empty ones whole; `Spread` prefers the
+    /// emptiest GPU.
+    #[serde(default)]
+    pub placement: PlacementStrategy,
+
+    /// What making room may disturb. By default nothing.
+    #[serde(default)]
+    pub reshape: ReshapePolicy,
+
+    /// What happens to pods on hardware that fails.
+    #[serde(default)]
+    pub health: HealthPolicy,
+}
+
+/// Which GPUs of a node. All given conditions must hold.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuSelector {
+    /// Product names as NVML gives them, as patterns (`NVIDIA A100*`). Empty: any product.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32))]
+    pub products: Vec<Pattern>,
+
+    /// GPU UUIDs (`GPU-…`). Empty: any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 128))]
+    #[x_kube(
+        validation = ("self.all(u, u.startsWith('GPU-'))", "gpus.uuids: a GPU's UUID begins with 'GPU-', as `nvidia-smi -L` prints it")
+    )]
+    pub uuids: Vec<String>,
+
+    /// NVML indices on the node, from 0. Empty: any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    #[x_kube(validation = ("self.all(i, i >= 0 && i < 256)", "gpus.indices: an index is between 0 and 255"))]
+    pub indices: Vec<i32>,
+}
+
+/// How GPUs are cut with MIG.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = ("self.mode == 'Static' ? has(self.layout) && size(self.layout) > 0 : !has(self.layout) || size(self.layout) == 0",
+        "mig.layout: state the layout with mode Static, and only then"),
+    validation = ("self.mode == 'Dynamic' || !has(self.warm) || size(self.warm) == 0",
+        "mig.warm: only mode Dynamic keeps warm instances; with Static, put them into mig.layout")
+)]
+pub struct MigPolicy {
+    /// `Dynamic`: instances are made for the pods that are waiting. `Static`: each matched GPU has the stated layout.
+    /// `Off`: the GPU is handed out whole, with MIG mode off where `modeSwitch` allows switching it.
+    #[serde(default)]
+    pub mode: MigMode,
+
+    /// Profiles that may be made or handed out, as patterns over NVML's names (`1g.*`, `*+me`). Empty: all.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32))]
+    #[x_kube(
+        validation = ("self.all(p, p.matches('^[A-Za-z0-9.+*?-]+$'))",
+            "mig.allowedProfiles: a pattern has letters, digits, '.', '+', '-', and '*' or '?' as wildcards, e.g. '1g.*'")
+    )]
+    pub allowed_profiles: Vec<Pattern>,
+
+    /// The layout of each matched GPU, for mode Static.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    pub layout: Vec<LayoutEntry>,
+
+    /// Instances to keep ready over all matched GPUs together, for mode Dynamic: as a pod takes one, another is made
+    /// where there is room. Warm instances give way to pods that need their slices.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32))]
+    #[x_kube(
+        validation = ("self.all(w, self.exists_one(v, v.profile == w.profile))", "mig.warm: name each profile once, with its count")
+    )]
+    pub warm: Vec<WarmInstances>,
+
+    /// Whether MIG mode may be switched on a GPU that has no client.
+    #[serde(default)]
+    pub mode_switch: ModeSwitch,
+}
+
+/// See [`MigPolicy::mode`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum MigMode {
+    #[default]
+    Dynamic,
+    Static,
+    Off,
+}
+
+/// Whether MIG mode may be switched.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum ModeSwitch {
+    /// Never: GPUs are used in the mode they are in.
+    Never,
+    /// Only where the GPU needs no reset for it (Hopper and later).
+    #[default]
+    WithoutReset,
+    /// Also where switching resets the GPU (Ampere).
+    WithReset,
+}
+
+/// A number of instances of one profile on each GPU, or one instance at a stated place.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = ("!has(self.start) || self.count == 1", "mig.layout: an entry with 'start' is one instance; leave out 'count' or make it 1")
+)]
+pub struct LayoutEntry {
+    /// NVML's name of the profile, e.g. `3g.40gb`.
+    #[schemars(length(min = 1, max = 63))]
+    pub profile: String,
+
+    /// How many on each GPU.
+    #[serde(default = "one")]
+    #[schemars(range(min = 1, max = 64))]
+    pub count: u32,
+
+    /// First memory slice of the instance. Left out: Kerf chooses the places so that the whole layout fits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(min = 0, max = 63))]
+    pub start: Option<u32>,
+}
+
+fn one() -> u32 {
+    1
+}
+
+/// See [`MigPolicy::warm`].
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct WarmInstances {
+    /// NVML's name of the profile, e.g. `1g.10gb`.
+    #[schemars(length(min = 1, max = 63))]
+    pub profile: String,
+
+    /// How many free instances to keep.
+    #[schemars(range(min = 0, max = 1024))]
+    pub count: u32,
+}
+
+/// See [`PartitionPolicySpec::whole_gpus`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum WholeGpus {
+    /// Kerf serves `nvidia.com/gpu` from the matched GPUs.
+    Serve,
+    /// Kerf leaves `nvidia.com/gpu` alone; claims against its DeviceClass `gpu.kerf.dev` are still served.
+    #[default]
+    Ignore,
+}
+
+/// See [`PartitionPolicySpec::placement`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum PlacementStrategy {
+    #[default]
+    Pack,
+    Spread,
+}
+
+/// What making room may disturb, and how fast it may go.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ReshapePolicy {
+    /// What may be disturbed to make room. `Nothing`: only free slices are reshaped.
+    #[serde(default)]
+    pub disturb: Disturb,
+
+    /// How many GPUs of one node may be reshaped at the same time.
+    #[serde(default = "default_concurrent_gpus")]
+    #[schemars(range(min = 1, max = 64))]
+    pub max_concurrent_gpus_per_node: u32,
+
+    /// Pods that hold handles on a GPU without computing on it (a DCGM exporter) and that may be deleted, to be
+    /// restarted by their owner, when their handle blocks a reshape. Only pods with a controller are.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16))]
+    pub restartable_clients: Vec<ClientSelector>,
+}
+
+fn default_concurrent_gpus() -> u32 {
+    16
+}
+
+impl Default for ReshapePolicy {
+    fn default() -> Self {
+        Self {
+            disturb: Disturb::default(),
+            max_concurrent_gpus_per_node: default_concurrent_gpus(),
+            restartable_clients: Vec::new(),
+        }
+    }
+}
+
+/// See [`ReshapePolicy::disturb`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum Disturb {
+    /// No running pod and no client of the GPU.
+    #[default]
+    Nothing,
+    /// The clients named in `restartableClients`, but no pod that uses a partition.
+    RestartableClients,
+}
+
+/// Pods by namespace and label.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ClientSelector {
+    /// The pods' namespace.
+    #[schemars(length(min = 1, max = 63))]
+    pub namespace: String,
+
+    /// The pods' labels. Empty: every pod of the namespace.
+    #[serde(default)]
+    pub pod_selector: LabelSelector,
+}
+
+/// What happens to pods on hardware that fails (an XID that the driver does not survive, a GPU off the bus).
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct HealthPolicy {
+    /// `NoSchedule`: running pods stay, nothing new is placed there. `NoExecute`: running pods are evicted too.
+    #[serde(default)]
+    pub taint_effect: TaintEffect,
+}
+
+/// See [`HealthPolicy::taint_effect`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum TaintEffect {
+    #[default]
+    NoSchedule,
+    NoExecute,
+}
+
+/// What Kerf has made of the policy.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct PartitionPolicyStatus {
+    /// The `metadata.generation` that the rest of the status answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub observed_generation: Option<i64>,
+
+    /// Nodes with at least one matched GPU.
+    #[serde(default)]
+    pub nodes: u32,
+
+    /// Matched GPUs, those in conflict or unmanaged included.
+    #[serde(default)]
+    pub gpus: u32,
+
+    /// The instances on the matched GPUs, in one line: `2x 3g.40gb, 7x 1g.10gb, 1 whole`.
+    #[serde(default)]
+    pub layout_summary: String,
+
+    /// Instances by profile.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub layout: Vec<ProfileCount>,
+
+    /// `Ready` and `Conflict`, with reasons from `kerf_crds::conditions`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub conditions: Vec<Condition>,
+}
+
+/// Instances of one profile on the policy's GPUs.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct ProfileCount {
+    /// NVML's name of the profile.
+    pub profile: String,
+    /// Instances that exist.
+    pub total: u32,
+    /// Of these, owned by a claim or still in use.
+    pub in_use: u32,
+}
