@@ -1,0 +1,216 @@
+//! A program that uses GPUs, for containers on a simulated node: it does with the device nodes in its `/dev`
+//! what a CUDA program does, opens them and keeps them open.
+//!
+//! Prints one line of JSON (what it runs on, its environment, what it sees), then stays until its time is up or
+//! SIGTERM. Exit status 3: there is no GPU for it.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::Write;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::Parser;
+use kerf_sim::caps::Capability;
+use kerf_sim::tree::{CAPS_MAJOR, MAX_GPU_MINOR, NVIDIA_MAJOR};
+use serde::Serialize;
+
+/// Runs on the GPUs in /dev as a CUDA program would.
+#[derive(Parser)]
+struct Args {
+    /// Ends by itself after so many seconds; without it, never.
+    #[arg(long)]
+    seconds: Option<f64>,
+    /// Goes on after SIGTERM, as a program that hangs does.
+    #[arg(long)]
+    ignore_sigterm: bool,
+    /// Opens only the capability nodes of instances, not the GPU: a monitor with a handle, not a program.
+    #[arg(long)]
+    handle_only: bool,
+    /// Runs without a GPU instead of exiting with status 3.
+    #[arg(long)]
+    allow_none: bool,
+    /// Where device nodes lie.
+    #[arg(long, default_value = "/dev")]
+    dev: PathBuf,
+}
+
+/// The line that is printed.
+#[derive(Serialize)]
+struct Report {
+    pid: u32,
+    hostname: String,
+    /// GPU, GPU instance and compute instance of each MIG device, from the capability minors.
+    mig_devices: Vec<MigDevice>,
+    /// Device minors of the GPUs without a visible instance: used as a whole.
+    whole_gpus: Vec<u32>,
+    /// All device nodes of the driver in sight.
+    nodes: Vec<String>,
+    nvidia_visible_devices: Option<String>,
+    cuda_visible_devices: Option<String>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+struct MigDevice {
+    /// Device minor.
+    gpu: u32,
+    gi: u32,
+    ci: u32,
+}
+
+/// A device node of the driver.
+struct Node {
+    path: PathBuf,
+    major: u32,
+    minor: u32,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    match run(&args) {
+        Ok(code) => code,
+        Err(message) => {
+            eprintln!("kerf-sim-job: {message}");
+            ExitCode::from(1)
+        }
+    }
+}
+
+fn run(args: &Args) -> Result<ExitCode, String> {
+    let nodes = nodes(&args.dev);
+    let gpus: BTreeSet<u32> = nodes
+        .iter()
+        .filter(|n| n.major == NVIDIA_MAJOR && n.minor <= MAX_GPU_MINOR)
+        .map(|n| n.minor)
+        .collect();
+    let capabilities: BTreeSet<Capability> = nodes
+        .iter()
+        .filter(|n| n.major == CAPS_MAJOR)
+        .filter_map(|n| Capability::of_minor(n.minor))
+        .collect();
+    let mig_devices: Vec<MigDevice> = capabilities
+        .iter()
+        .filter_map(|capability| match *capability {
+            Capability::ComputeInstance { gpu, gi, ci } => Some(MigDevice { gpu, gi, ci }),
+            _ => None,
+        })
+        // Without the GPU's node, or the GPU instance's capability, CUDA sees no device.
+        .filter(|device| gpus.contains(&device.gpu))
+        .filter(|device| capabilities.contains(&Capability::GpuInstance { gpu: device.gpu, gi: device.gi }))
+        .collect();
+    let whole_gpus: Vec<u32> =
+        gpus.iter().copied().filter(|gpu| !capabilities.iter().any(|c| gpu_of(*c) == Some(*gpu))).collect();
+    let report = Report {
+        pid: std::process::id(),
+        hostname: std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned(),
+        nodes: nodes.iter().map(|node| node.path.display().to_string()).collect(),
+        nvidia_visible_devices: std::env::var("NVIDIA_VISIBLE_DEVICES").ok(),
+        cuda_visible_devices: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
+        mig_devices,
+        whole_gpus,
+    };
+    let line = serde_json::to_string(&report).map_err(|e| format!("failed to write the report: {e}"))?;
+    if report.mig_devices.is_empty() && report.whole_gpus.is_empty() && !args.allow_none && !args.handle_only
+    {
+        eprintln!("kerf-sim-job: no GPU and no MIG device in {}: {line}", args.dev.display());
+        return Ok(ExitCode::from(3));
+    }
+
+    // Signals before the line: whoever has read it may send one.
+    let signals = Signals::install(args.ignore_sigterm)?;
+    let _open: Vec<File> = nodes
+        .iter()
+        .filter(|node| !args.handle_only || node.major == CAPS_MAJOR)
+        .map(open)
+        .collect::<Result<_, _>>()?;
+    println!("{line}");
+    std::io::stdout().flush().map_err(|e| format!("failed to write the report: {e}"))?;
+    signals.wait(args.seconds);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn gpu_of(capability: Capability) -> Option<u32> {
+    match capability {
+        Capability::GpuInstance { gpu, .. } | Capability::ComputeInstance { gpu, .. } => Some(gpu),
+        Capability::Config | Capability::Monitor => None,
+    }
+}
+
+/// The driver's device nodes in `dev`.
+fn nodes(dev: &Path) -> Vec<Node> {
+    let list = |folder: &Path| -> Vec<PathBuf> {
+        let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+        entries.filter_map(Result::ok).map(|entry| entry.path()).collect()
+    };
+    let mut paths = list(dev);
+    paths.extend(list(&dev.join("nvidia-caps")));
+    paths.retain(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("nvidia")));
+    paths.sort();
+    paths
+        .into_iter()
+        .filter_map(|path| {
+            let meta = std::fs::metadata(&path).ok()?;
+            let device = meta.rdev();
+            let node = Node { path, major: libc::major(device), minor: libc::minor(device) };
+            meta.file_type().is_char_device().then_some(node)
+        })
+        .collect()
+}
+
+/// Opens a node by `O_PATH`: there is no driver behind it that could open it in earnest.
+fn open(node: &Node) -> Result<File, String> {
+    File::options()
+        .read(true)
+        .custom_flags(libc::O_PATH)
+        .open(&node.path)
+        .map_err(|e| format!("failed to open {}: {e}", node.path.display()))
+}
+
+/// SIGTERM and SIGINT, blocked and waited for.
+struct Signals {
+    set: libc::sigset_t,
+}
+
+#[allow(unsafe_code, reason = "the standard library has no way to wait for a signal")]
+impl Signals {
+    fn install(ignore_sigterm: bool) -> Result<Signals, String> {
+        // SAFETY: sigemptyset initialises the set before anything reads it; all pointers live through the calls.
+        unsafe {
+            let mut set: libc::sigset_t = std::mem::zeroed();
+            libc::sigemptyset(&mut set);
+            libc::sigaddset(&mut set, libc::SIGINT);
+            if ignore_sigterm {
+                // As process 1 of a container, a program without a handler ignores it anyway.
+                libc::signal(libc::SIGTERM, libc::SIG_IGN);
+            } else {
+                libc::sigaddset(&mut set, libc::SIGTERM);
+            }
+            match libc::sigprocmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) {
+                0 => Ok(Signals { set }),
+                _ => Err(format!("failed to block signals: {}", std::io::Error::last_os_error())),
+            }
+        }
+    }
+
+    /// Returns at a signal or after `seconds`.
+    fn wait(&self, seconds: Option<f64>) {
+        let end = seconds.map(|seconds| Instant::now() + Duration::from_secs_f64(seconds.clamp(0.0, 1e9)));
+        loop {
+            let left = match end {
+                Some(end) => end.saturating_duration_since(Instant::now()),
+                None => Duration::from_secs(3600),
+            };
+            let timeout = libc::timespec {
+                tv_sec: libc::time_t::try_from(left.as_secs()).unwrap_or(3600),
+                tv_nsec: libc::c_long::from(left.subsec_nanos()),
+            };
+            // SAFETY: the set and the timeout live through the call; a null siginfo is allowed.
+            let signal = unsafe { libc::sigtimedwait(&self.set, std::ptr::null_mut(), &timeout) };
+            if signal > 0 || end.is_some_and(|end| Instant::now() >= end) {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,263 @@
+//! The files of a driver installation, below the driver root: libraries, device nodes, `/proc/driver/nvidia`.
+
+use std::collections::BTreeSet;
+use std::ffi::CString;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
+
+use crate::caps::{self, CONFIG_MINOR, Capability, MONITOR_MINOR};
+use crate::state::{CapNodes, Gpu, State};
+use crate::{Error, Model, elf};
+
+/// Character device major of `nvidia<G>`, `nvidiactl` and `nvidia-modeset`; given out by the kernel's list.
+pub const NVIDIA_MAJOR: u32 = 195;
+/// Major of `nvidia-uvm`: dynamic on hardware, a usual value here.
+pub const UVM_MAJOR: u32 = 510;
+/// Major of the capability nodes: dynamic on hardware, a captured value here.
+pub const CAPS_MAJOR: u32 = 238;
+/// Minors of GPUs; 254 is `nvidia-modeset`, 255 `nvidiactl`.
+pub const MAX_GPU_MINOR: u32 = 253;
+
+/// Where the libraries lie.
+pub const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
+
+const CAPABILITIES: &str = "proc/driver/nvidia/capabilities";
+const CAP_NODES: &str = "dev/nvidia-caps";
+
+/// Libraries without content, and the number under which programs link to each.
+const PLACEHOLDERS: &[(&str, &str)] = &[
+    ("libcuda", "1"),
+    ("libcudadebugger", "1"),
+    ("libnvidia-cfg", "1"),
+    ("libnvidia-nvvm", "4"),
+    ("libnvidia-opencl", "1"),
+    ("libnvidia-ptxjitcompiler", "1"),
+];
+
+/// Lays out the installation. `library` is the built `libnvidia-ml.so.1`.
+pub fn install(
+    root: &Path,
+    state: &State,
+    model: impl Fn(&Gpu) -> Model,
+    library: &Path,
+) -> Result<(), Error> {
+    libraries(root, &state.driver.version, library)?;
+    devices(root, state)?;
+    proc_files(root, state, model)?;
+    show(root, state)
+}
+
+fn libraries(root: &Path, version: &str, library: &Path) -> Result<(), Error> {
+    let folder = root.join(LIBRARIES);
+    make_dir(&folder)?;
+    let nvml = folder.join(format!("libnvidia-ml.so.{version}"));
+    std::fs::copy(library, &nvml).map_err(|e| Error::io("copy the library to", &nvml, e))?;
+    set_mode(&nvml, 0o755)?;
+    link(&folder, "libnvidia-ml.so.1", &format!("libnvidia-ml.so.{version}"))?;
+    for (name, number) in PLACEHOLDERS {
+        let soname = format!("{name}.so.{number}");
+        let file = format!("{name}.so.{version}");
+        put(&folder.join(&file), &elf::shared_object(&soname), 0o755)?;
+        link(&folder, &soname, &file)?;
+    }
+    link(&folder, "libcuda.so", "libcuda.so.1")?;
+    let binaries = root.join("usr/bin");
+    make_dir(&binaries)?;
+    let script = format!("#!/bin/sh\necho 'simulated NVIDIA driver {version}: use `kerf-sim show`'\n");
+    put(&binaries.join("nvidia-smi"), script.as_bytes(), 0o755)
+}
+
+/// The nodes that exist as long as the driver is installed.
+fn devices(root: &Path, state: &State) -> Result<(), Error> {
+    let dev = root.join("dev");
+    make_dir(&root.join(CAP_NODES))?;
+    for gpu in &state.gpus {
+        node(&dev.join(format!("nvidia{}", gpu.minor)), NVIDIA_MAJOR, gpu.minor, 0o666)?;
+    }
+    node(&dev.join("nvidiactl"), NVIDIA_MAJOR, 255, 0o666)?;
+    node(&dev.join("nvidia-modeset"), NVIDIA_MAJOR, 254, 0o666)?;
+    node(&dev.join("nvidia-uvm"), UVM_MAJOR, 0, 0o666)?;
+    node(&dev.join("nvidia-uvm-tools"), UVM_MAJOR, 1, 0o666)
+}
+
+fn proc_files(root: &Path, state: &State, model: impl Fn(&Gpu) -> Model) -> Result<(), Error> {
+    let version = &state.driver.version;
+    let driver = root.join("proc/driver/nvidia");
+    let devices = format!(
+        "Character devices:\n  1 mem\n  5 /dev/tty\n 10 misc\n{NVIDIA_MAJOR} nvidia\n{NVIDIA_MAJOR} nvidia-modeset\n\
+         {NVIDIA_MAJOR} nvidiactl\n{CAPS_MAJOR} nvidia-caps\n{UVM_MAJOR} nvidia-uvm\n\nBlock devices:\n259 blkext\n"
+    );
+    make_dir(&driver)?;
+    put(&root.join("proc/devices"), devices.as_bytes(), 0o444)?;
+    let text = format!(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {version}  Release Build  (simulated)\n\
+         GCC version:  simulated\n"
+    );
+    put(&driver.join("version"), text.as_bytes(), 0o444)?;
+    let params = "DeviceFileUID: 0\nDeviceFileGID: 0\nDeviceFileMode: 438\nModifyDeviceFiles: 1\n";
+    put(&driver.join("params"), params.as_bytes(), 0o444)?;
+    for gpu in &state.gpus {
+        let folder = driver.join("gpus").join(gpu.pci.short_id());
+        make_dir(&folder)?;
+        let text = format!(
+            "Model: \t\t {}\nIRQ:   \t\t 0\nGPU UUID: \t {}\nVideo BIOS: \t 00.00.00.00.00\nBus Type: \t PCIe\n\
+             DMA Size: \t 52 bits\nDMA Mask: \t 0xfffffffffffff\nBus Location: \t {}\nDevice Minor: \t {}\n\
+             GPU Firmware: \t {version}\nGPU Excluded:\t No\n",
+            model(gpu).product,
+            gpu.uuid,
+            gpu.pci.short_id(),
+            gpu.minor
+        );
+        put(&folder.join("information"), text.as_bytes(), 0o444)?;
+    }
+    let caps_folder = root.join("proc/driver/nvidia-caps");
+    make_dir(&caps_folder)?;
+    put(&caps_folder.join("mig-minors"), caps::mig_minors().as_bytes(), 0o444)
+}
+
+/// Brings what shows the instances in step with the state: an `access` file per capability that exists, and,
+/// unless the node is set up without, a device node per capability that has ever existed.
+pub fn show(root: &Path, state: &State) -> Result<(), Error> {
+    let wanted: BTreeSet<Capability> = [Capability::Config, Capability::Monitor]
+        .into_iter()
+        .chain(state.gpus.iter().flat_map(instance_capabilities))
+        .collect();
+    let folder = root.join(CAPABILITIES);
+    for capability in &wanted {
+        let path = folder.join(capability.proc_path());
+        if !path.exists() {
+            let mode = mode_of(*capability);
+            let text = format!(
+                "DeviceFileMinor: {}\nDeviceFileMode: {mode}\nDeviceFileModify: 1\n",
+                capability.minor()
+            );
+            path.parent().map_or(Ok(()), make_dir)?;
+            put(&path, text.as_bytes(), mode)?;
+        }
+        if state.options.cap_nodes == CapNodes::AtCreation {
+            let minor = capability.minor();
+            let path = root.join(CAP_NODES).join(format!("nvidia-cap{minor}"));
+            match node(&path, CAPS_MAJOR, minor, mode_of(*capability)) {
+                // A caller without the right to make nodes goes without, as without nvidia-modprobe.
+                Err(Error::Mknod { .. }) | Ok(()) => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+    for gpu in &state.gpus {
+        remove_ended(&folder.join(format!("gpu{}/mig", gpu.minor)), gpu)?;
+    }
+    Ok(())
+}
+
+fn instance_capabilities(gpu: &Gpu) -> impl Iterator<Item = Capability> {
+    let minor = gpu.minor;
+    gpu.instances.iter().flat_map(move |instance| {
+        let gi = instance.id;
+        std::iter::once(Capability::GpuInstance { gpu: minor, gi }).chain(
+            instance.compute.iter().map(move |compute| Capability::ComputeInstance {
+                gpu: minor,
+                gi,
+                ci: compute.id,
+            }),
+        )
+    })
+}
+
+/// Removes the folders of instances that are gone.
+fn remove_ended(folder: &Path, gpu: &Gpu) -> Result<(), Error> {
+    for (name, path) in subfolders(folder) {
+        let Some(gi) = name.strip_prefix("gi").and_then(|id| id.parse().ok()) else { continue };
+        let Some(instance) = gpu.instance(gi) else {
+            remove_dir(&path)?;
+            continue;
+        };
+        for (name, path) in subfolders(&path) {
+            let ci = name.strip_prefix("ci").and_then(|id| id.parse().ok());
+            if ci.is_some_and(|ci| instance.compute_instance(ci).is_none()) {
+                remove_dir(&path)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What a reboot does to `/dev`: the nodes of instances are gone.
+pub fn forget_nodes(root: &Path) -> Result<(), Error> {
+    let keep = [CONFIG_MINOR, MONITOR_MINOR].map(|minor| format!("nvidia-cap{minor}"));
+    let folder = root.join(CAP_NODES);
+    let Ok(entries) = std::fs::read_dir(&folder) else { return Ok(()) };
+    for entry in entries.filter_map(Result::ok) {
+        if !keep.iter().any(|name| entry.file_name() == name.as_str()) {
+            let path = entry.path();
+            std::fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e))?;
+        }
+    }
+    Ok(())
+}
+
+/// `config` is for root; the others are for whoever is let at them.
+fn mode_of(capability: Capability) -> u32 {
+    match capability {
+        Capability::Config => 0o400,
+        _ => 0o444,
+    }
+}
+
+fn subfolders(folder: &Path) -> Vec<(String, std::path::PathBuf)> {
+    let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
+    entries
+        .filter_map(Result::ok)
+        .filter(|entry| entry.path().is_dir())
+        .filter_map(|entry| Some((entry.file_name().to_str()?.to_owned(), entry.path())))
+        .collect()
+}
+
+fn make_dir(path: &Path) -> Result<(), Error> {
+    std::fs::create_dir_all(path).map_err(|e| Error::io("create", path, e))
+}
+
+fn remove_dir(path: &Path) -> Result<(), Error> {
+    std::fs::remove_dir_all(path).map_err(|e| Error::io("remove", path, e))
+}
+
+fn set_mode(path: &Path, mode: u32) -> Result<(), Error> {
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
+        .map_err(|e| Error::io("set the mode of", path, e))
+}
+
+fn put(path: &Path, content: &[u8], mode: u32) -> Result<(), Error> {
+    std::fs::write(path, content).map_err(|e| Error::io("write", path, e))?;
+    set_mode(path, mode)
+}
+
+fn link(folder: &Path, name: &str, target: &str) -> Result<(), Error> {
+    let path = folder.join(name);
+    symlink(target, &path).map_err(|e| Error::io("link", &path, e))
+}
+
+/// Makes a character device node unless it is there.
+fn node(path: &Path, major: u32, minor: u32, mode: u32) -> Result<(), Error> {
+    let device = libc::makedev(major, minor);
+    if std::fs::symlink_metadata(path).is_ok_and(|meta| meta.rdev() == device) {
+        return Ok(());
+    }
+    let c_path = CString::new(path.as_os_str().as_bytes())
+        .map_err(|e| Error::io("make", path, std::io::Error::new(std::io::ErrorKind::InvalidInput, e)))?;
+    // SAFETY: the path is a C string that lives through the call.
+    #[allow(unsafe_code, reason = "the standard library cannot make device nodes")]
+    let result = unsafe { libc::mknod(c_path.as_ptr(), libc::S_IFCHR | mode, device) };
+    match result {
+        0 => set_mode(path, mode),
+        _ => {
+            let source = std::io::Error::last_os_error();
+            match source.kind() {
+                // Another process was faster.
+                std::io::ErrorKind::AlreadyExists => Ok(()),
+                std::io::ErrorKind::PermissionDenied => Err(Error::Mknod { path: path.to_owned(), source }),
+                _ => Err(Error::io("make device node", path, source)),
+            }
+        }
+    }
+}
