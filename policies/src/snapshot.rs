@@ -1,0 +1,278 @@
+//! What the planner is told: GPUs and what is on them, nodes and what they have left, requests in the order in which
+//! they are to be served.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Index into [`Snapshot::geometries`].
+pub type GeometryIndex = usize;
+/// Index into [`Geometry::profiles`].
+pub type ProfileIndex = usize;
+/// Index into [`Snapshot::nodes`].
+pub type NodeIndex = usize;
+/// Index into [`Node::gpus`].
+pub type GpuIndex = usize;
+
+/// The cluster at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct Snapshot {
+    /// What GPUs can be cut into; GPUs refer to these by index. At most 64 memory slices each.
+    pub geometries: Vec<Geometry>,
+    /// Nodes with GPUs that Kerf manages or could manage.
+    pub nodes: Vec<Node>,
+    /// Unplaced requests, first to be served first.
+    pub requests: Vec<Request>,
+}
+
+/// What a kind of GPU can be cut into.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Geometry {
+    /// Name, for messages.
+    pub name: String,
+    /// Memory slices; at most 64.
+    pub memory_slices: u32,
+    /// Engines that instances share out.
+    pub engines: Engines,
+    /// Profiles, in any order.
+    pub profiles: Vec<Profile>,
+}
+
+/// One profile of a geometry.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Profile {
+    /// NVML's name.
+    pub name: String,
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Compute slices.
+    pub compute_slices: u32,
+    /// Memory slices.
+    pub size: u32,
+    /// First memory slices at which it may be placed.
+    pub starts: Vec<u32>,
+    /// How many an empty GPU can have.
+    pub max_instances: u32,
+    /// Engines that one instance takes.
+    pub engines: Engines,
+}
+
+/// Counts of engines that are shared out between instances.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Engines {
+    pub decoder: u32,
+    pub encoder: u32,
+    pub jpeg: u32,
+    pub ofa: u32,
+}
+
+/// A node.
+#[derive(Clone, Debug, Default)]
+pub struct Node {
+    /// Name.
+    pub name: String,
+    /// Labels, for selectors and affinity.
+    pub labels: BTreeMap<String, String>,
+    /// Taints that keep pods away (NoSchedule and NoExecute).
+    pub taints: Vec<Taint>,
+    /// Cordoned.
+    pub unschedulable: bool,
+    /// Ready, and its daemon follows the spec.
+    pub ready: bool,
+    /// What is left of each resource after every pod bound or planned here, in thousandths of the resource's unit
+    /// (`cpu`, `memory`, `pods`, `ephemeral-storage`, extended resources). A missing resource is not there at all.
+    pub free_milli: BTreeMap<String, i128>,
+    /// GPUs.
+    pub gpus: Vec<Gpu>,
+}
+
+/// A node's taint.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Taint {
+    pub key: String,
+    pub value: String,
+    /// `NoSchedule` or `NoExecute`.
+    pub effect: String,
+}
+
+/// A GPU.
+#[derive(Clone, Debug, Default)]
+pub struct Gpu {
+    /// UUID.
+    pub uuid: String,
+    /// What it can be cut into, if at all.
+    pub geometry: Option<GeometryIndex>,
+    /// Present: nothing may be placed on it, and why (unmanaged, unhealthy, in conflict, no policy).
+    pub closed: Option<String>,
+    /// Whether instances can be had: MIG mode is on, or may be switched on while the GPU is empty.
+    pub mig: Capability,
+    /// Whether the GPU can be handed out whole: MIG mode is off, or may be switched off while the GPU is empty.
+    pub whole: Capability,
+    /// Profiles that the policy allows on it, by index into its geometry.
+    pub allowed: BTreeSet<ProfileIndex>,
+    /// Fill started GPUs first, or prefer the emptiest.
+    pub strategy: Strategy,
+    /// What is on it, or is to be.
+    pub instances: Vec<Instance>,
+    /// The whole GPU is somebody's, or still in use by somebody.
+    pub taken_whole: bool,
+}
+
+/// Whether a use of the GPU is possible.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Capability {
+    /// Not, in its mode.
+    #[default]
+    No,
+    /// At once.
+    Now,
+    /// After a switch of MIG mode, which needs the GPU empty.
+    AfterSwitch,
+}
+
+/// See [`Gpu::strategy`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Strategy {
+    #[default]
+    Pack,
+    Spread,
+}
+
+/// A MIG instance that exists or is planned.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Instance {
+    /// Profile, by index into the GPU's geometry; `None` for one whose profile the geometry does not have.
+    pub profile: Option<ProfileIndex>,
+    /// Memory slices `[start, start + size)`.
+    pub start: u32,
+    /// See `start`.
+    pub size: u32,
+    /// Whether and for whom it can be had.
+    pub state: InstanceState,
+    /// Whether it exists in the hardware (else it is only planned).
+    pub exists: bool,
+}
+
+/// Whether an instance can be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum InstanceState {
+    /// Nobody's: to be reused, or destroyed where it is in the way.
+    Idle,
+    /// Kept ready by a policy: as `Idle`, but used only for its own profile as long as other room is left.
+    Warm,
+    /// Somebody's, reserved, foreign, or still in use after its owner has gone.
+    Taken,
+}
+
+/// One pod's need for devices, all of them on one node and all or nothing.
+#[derive(Clone, Debug, Default)]
+pub struct Request {
+    /// `namespace/pod`, unique in the snapshot.
+    pub id: String,
+    /// Higher is served first; equal ones in the snapshot's order.
+    pub priority: i32,
+    /// What it asks for.
+    pub devices: Vec<DeviceNeed>,
+    /// Conditions over several of its devices.
+    pub constraints: Vec<Constraint>,
+    /// What else the pod needs of a node.
+    pub pod: PodNeeds,
+    /// Nodes that are out of the question although the snapshot would allow them (a place withdrawn a moment ago).
+    pub avoid: BTreeSet<NodeIndex>,
+}
+
+/// One request of a claim.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceNeed {
+    /// Name of the request in the claim.
+    pub name: String,
+    /// Alternatives, best first: the first that fits is taken (`firstAvailable`).
+    pub alternatives: Vec<Want>,
+}
+
+/// One way to satisfy a [`DeviceNeed`].
+#[derive(Clone, Debug, Default)]
+pub struct Want {
+    /// Name of the subrequest, where the claim lists alternatives.
+    pub subrequest: Option<String>,
+    /// Number of devices, all of this kind.
+    pub count: u32,
+    /// What people call it, for messages: `3g.40gb`, `a whole GPU`.
+    pub label: String,
+    /// MIG profiles that will do, by geometry.
+    pub profiles: BTreeMap<GeometryIndex, BTreeSet<ProfileIndex>>,
+    /// Whether a whole GPU will do.
+    pub whole: bool,
+    /// The GPUs that will do (or whose instances will), where the claim's selectors tell GPUs of one kind apart;
+    /// `None`: any.
+    pub gpus: Option<BTreeSet<(NodeIndex, GpuIndex)>>,
+}
+
+/// A condition over several devices of a request.
+#[derive(Clone, Debug, Default)]
+pub struct Constraint {
+    /// Names of the device needs that it is about; empty: all.
+    pub requests: BTreeSet<String>,
+    /// The devices' GPUs must have the same value, or all different ones.
+    pub kind: ConstraintKind,
+    /// The value of each GPU; one without a value satisfies nothing.
+    pub values: BTreeMap<(NodeIndex, GpuIndex), String>,
+}
+
+/// See [`Constraint::kind`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ConstraintKind {
+    #[default]
+    Same,
+    Distinct,
+}
+
+/// What a pod needs of its node, besides GPUs.
+#[derive(Clone, Debug, Default)]
+pub struct PodNeeds {
+    /// Requests in thousandths of the unit, `pods: 1000` included.
+    pub milli: BTreeMap<String, i128>,
+    /// `spec.nodeSelector`.
+    pub node_selector: BTreeMap<String, String>,
+    /// Required node affinity: terms are alternatives, the requirements of a term all hold. Empty: no condition.
+    pub affinity: Vec<Vec<NodeRequirement>>,
+    /// Tolerations.
+    pub tolerations: Vec<Toleration>,
+}
+
+/// A requirement on a node's label, or on its name where `key` is [`NodeRequirement::NAME`].
+#[derive(Clone, Debug, Default)]
+pub struct NodeRequirement {
+    pub key: String,
+    pub operator: Operator,
+    pub values: Vec<String>,
+}
+
+impl NodeRequirement {
+    /// Stands for the field `metadata.name`.
+    pub const NAME: &'static str = "metadata.name";
+}
+
+/// Operators of node selectors.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Operator {
+    #[default]
+    In,
+    NotIn,
+    Exists,
+    DoesNotExist,
+    Gt,
+    Lt,
+}
+
+/// A pod's toleration.
+#[derive(Clone, Debug, Default)]
+pub struct Toleration {
+    /// Empty with `exists`: every key.
+    pub key: String,
+    /// `Exists` rather than `Equal`.
+    pub exists: bool,
+    pub value: String,
+    /// Empty: every effect.
+    pub effect: String,
+}
