@@ -40,3 +40,19 @@ impl Error {
         Error::Io { verb, path: path.to_owned(), source }
     }
 }
+
+impl From<Error> for crate::NvmlError {
+    /// What an NVML caller is told when the simulation itself fails.
+    fn from(error: Error) -> crate::NvmlError {
+        use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+        match error {
+            Error::Nvml(error) => error,
+            Error::Io { source, .. } | Error::Mknod { source, .. }
+                if matches!(source.kind(), PermissionDenied | ReadOnlyFilesystem) =>
+            {
+                crate::NvmlError::NoPermission
+            }
+            _ => crate::NvmlError::Unknown,
+        }
+    }
+}

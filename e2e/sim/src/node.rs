@@ -24,6 +24,8 @@ pub struct NodeSpec {
     pub driver: Driver,
     pub cap_nodes: CapNodes,
     pub mig_uuids: MigUuids,
+    /// Let profile names in NVML's structures begin with `MIG `.
+    pub prefixed_names: bool,
     pub log_calls: bool,
     /// The built `libnvidia-ml.so.1`; found by [`nvml_library`] if `None`.
     pub library: Option<PathBuf>,
@@ -75,6 +77,7 @@ impl NodeSpec {
             driver: Driver::default(),
             cap_nodes: CapNodes::AtCreation,
             mig_uuids: MigUuids::Stable,
+            prefixed_names: false,
             log_calls: false,
             library: None,
         }
@@ -150,6 +153,7 @@ impl SimNode {
             options: Options {
                 cap_nodes: spec.cap_nodes,
                 mig_uuids: spec.mig_uuids,
+                prefixed_names: spec.prefixed_names,
                 log_calls: spec.log_calls,
             },
             gpus,

@@ -47,6 +47,8 @@ pub struct Driver {
 pub struct Options {
     pub cap_nodes: CapNodes,
     pub mig_uuids: MigUuids,
+    /// Profile names of NVML's structures begin with `MIG `; whether they do on hardware is not known.
+    pub prefixed_names: bool,
     /// Append a line per NVML call to `var/lib/kerf-sim/calls.log`.
     pub log_calls: bool,
 }
@@ -266,14 +268,21 @@ impl State {
         self.gpus.iter().position(|gpu| gpu.minor == minor)
     }
 
-    /// The first fault that a call on `gpu` meets on this side.
-    pub fn fault_index(&self, call: &str, gpu: Option<usize>, when: When, process: &str) -> Option<usize> {
+    /// The first fault that a call on `gpu` by a process of this name meets on this side.
+    pub fn fault_index(
+        &self,
+        call: &str,
+        gpu: Option<usize>,
+        when: When,
+        process: &str,
+        wanted: impl Fn(Action) -> bool,
+    ) -> Option<usize> {
         self.faults.iter().position(|fault| {
             fault.when == when
                 && fault.call == call
-                && fault.left != Some(0)
+                && wanted(fault.action)
                 && (fault.gpu.is_none() || fault.gpu == gpu)
-                && fault.process.as_deref().is_none_or(|wanted| wanted == process)
+                && fault.process.as_deref().is_none_or(|name| name == process)
         })
     }
 
