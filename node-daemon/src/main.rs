@@ -1,1 +1,5 @@
-fn main() {}
+use clap::Parser as _;
+
+fn main() {
+    let _config = kerf_node_daemon::config::Config::parse();
+}
