@@ -19,6 +19,7 @@
 //! - The simulation opens no device node of its own accord, so a GPU that nobody uses has no client.
 
 pub mod caps;
+mod documented;
 mod elf;
 pub mod engine;
 mod error;
@@ -32,6 +33,7 @@ mod store;
 pub mod tree;
 mod uuid;
 
+pub use documented::documented_errors;
 pub use error::Error;
 pub use model::Model;
 pub use node::{

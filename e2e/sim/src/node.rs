@@ -82,6 +82,41 @@ impl NodeSpec {
             library: None,
         }
     }
+
+    /// The first state of such a node, and the models that it names: what [`SimNode::create`] writes, for those
+    /// who want the rules without files.
+    pub fn state(&self) -> Result<(State, BTreeMap<String, Model>), Error> {
+        if self.gpus.is_empty() || self.gpus.len() > caps::MAX_GPUS as usize {
+            return Err(Error::GpuCount { count: self.gpus.len(), max: caps::MAX_GPUS });
+        }
+        let mut models = BTreeMap::new();
+        let mut gpus = Vec::new();
+        for (index, gpu) in self.gpus.iter().enumerate() {
+            let model = Model::named(&gpu.model)?;
+            gpus.push(new_gpu(&self.name, index, gpu, &model)?);
+            models.insert(model.id.clone(), model);
+        }
+        let state = State {
+            generation: 1,
+            node: self.name.clone(),
+            driver: self.driver.clone(),
+            options: Options {
+                cap_nodes: self.cap_nodes,
+                mig_uuids: self.mig_uuids,
+                prefixed_names: self.prefixed_names,
+                log_calls: self.log_calls,
+            },
+            gpus,
+            creations: 0,
+            faults: Vec::new(),
+            delays: Vec::new(),
+            holds: Vec::new(),
+            next_hold: 1,
+            events: Vec::new(),
+            next_event: 1,
+        };
+        Ok((state, models))
+    }
 }
 
 impl Default for Driver {
@@ -136,35 +171,7 @@ impl SimNode {
         if driver_root.join(crate::STATE_FILE).exists() {
             return Err(Error::Exists { root: driver_root.to_owned() });
         }
-        if spec.gpus.is_empty() || spec.gpus.len() > caps::MAX_GPUS as usize {
-            return Err(Error::GpuCount { count: spec.gpus.len(), max: caps::MAX_GPUS });
-        }
-        let mut models = BTreeMap::new();
-        let mut gpus = Vec::new();
-        for (index, gpu) in spec.gpus.iter().enumerate() {
-            let model = Model::named(&gpu.model)?;
-            gpus.push(new_gpu(&spec.name, index, gpu, &model)?);
-            models.insert(model.id.clone(), model);
-        }
-        let state = State {
-            generation: 1,
-            node: spec.name.clone(),
-            driver: spec.driver.clone(),
-            options: Options {
-                cap_nodes: spec.cap_nodes,
-                mig_uuids: spec.mig_uuids,
-                prefixed_names: spec.prefixed_names,
-                log_calls: spec.log_calls,
-            },
-            gpus,
-            creations: 0,
-            faults: Vec::new(),
-            delays: Vec::new(),
-            holds: Vec::new(),
-            next_hold: 1,
-            events: Vec::new(),
-            next_event: 1,
-        };
+        let (state, models) = spec.state()?;
         let library = match &spec.library {
             Some(path) => path.clone(),
             None => nvml_library()?,
