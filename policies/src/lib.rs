@@ -5,10 +5,27 @@
 //!   Observed ──▶ protocol::next() ──▶ Step   the next write that carries one placement on, or undoes it
 //! ```
 //!
+//! | module | answers |
+//! |---|---|
+//! | [`snapshot`], [`plan`](mod@plan) | the shapes of question and answer |
+//! | `cycle`, `board`, `place` | who is served in which order; the cluster as it fills; a place on one node |
+//! | [`occupancy`], `value` | what fits on a GPU; what its room is worth |
+//! | `nodes`, `explain` | whether a node can take a pod; why a request has no place |
+//! | [`protocol`] | how a placement becomes a bound pod |
+//!
 //! No I/O, no clock, no randomness, no GPU model known by name: geometry is data. The same input gives the same
 //! output on any machine.
 #![forbid(unsafe_code)]
 
+mod board;
+mod cycle;
+mod explain;
+mod nodes;
+pub mod occupancy;
+mod place;
 pub mod plan;
 pub mod protocol;
 pub mod snapshot;
+mod value;
+
+pub use cycle::plan;

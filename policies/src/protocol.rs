@@ -141,7 +141,9 @@ fn finish(seen: &Observed) -> Step {
     match seen.claim {
         // A claim under a hold whose pod is Done is rewritten by kube-controller-manager in a loop: let go at once. The
         // entry stays while the devices are in use.
-        Claim::Allocated { held: true, .. } if seen.pod == Pod::Done || !entry.in_use => Step::ClearAllocation,
+        Claim::Allocated { held: true, .. } if seen.pod == Pod::Done || !entry.in_use => {
+            Step::ClearAllocation
+        }
         _ if entry.in_use => Step::Wait(Waiting::Release),
         _ => Step::RemoveEntry,
     }
@@ -184,7 +186,9 @@ fn keep(seen: &Observed, here: bool) -> Step {
             }
         }
         // The allocation was cleared while the bind was on its way: the place is still the pod's, give it back.
-        (Some(entry), Claim::Unallocated) if here && (entry.ready || entry.in_use) => Step::Allocate { hold: false },
+        (Some(entry), Claim::Unallocated) if here && (entry.ready || entry.in_use) => {
+            Step::Allocate { hold: false }
+        }
         (Some(_), Claim::Unallocated) if here => Step::Wait(Waiting::Instances),
         (Some(_), Claim::Absent) if here && seen.claim_is_ours => Step::CreateClaim,
         (None, Claim::Allocated { .. }) if here => Step::RestoreEntry,

@@ -58,7 +58,7 @@ pub struct Profile {
 }
 
 /// Counts of engines that are shared out between instances.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Engines {
     pub decoder: u32,
     pub encoder: u32,
@@ -104,12 +104,15 @@ pub struct Gpu {
     pub geometry: Option<GeometryIndex>,
     /// Present: nothing may be placed on it, and why (unmanaged, unhealthy, in conflict, no policy).
     pub closed: Option<String>,
-    /// Whether instances can be had: MIG mode is on, or may be switched on while the GPU is empty.
+    /// Whether instances can be had: MIG mode is on, or may be switched on while the GPU is empty. A taken instance
+    /// that does not exist yet does not stand in the way of a switch: it is what the switch is for.
     pub mig: Capability,
     /// Whether the GPU can be handed out whole: MIG mode is off, or may be switched off while the GPU is empty.
     pub whole: Capability,
-    /// Profiles that the policy allows on it, by index into its geometry.
+    /// Profiles that the policy allows on it, to be made and to be handed out, by index into its geometry.
     pub allowed: BTreeSet<ProfileIndex>,
+    /// The layout is stated: instances are handed out as they are, none is made and none destroyed.
+    pub fixed: bool,
     /// Fill started GPUs first, or prefer the emptiest.
     pub strategy: Strategy,
     /// What is on it, or is to be.
@@ -119,7 +122,7 @@ pub struct Gpu {
 }
 
 /// Whether a use of the GPU is possible.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Capability {
     /// Not, in its mode.
     #[default]
@@ -131,7 +134,7 @@ pub enum Capability {
 }
 
 /// See [`Gpu::strategy`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Strategy {
     #[default]
     Pack,
@@ -154,7 +157,7 @@ pub struct Instance {
 }
 
 /// Whether an instance can be had.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum InstanceState {
     /// Nobody's: to be reused, or destroyed where it is in the way.
     Idle,
@@ -165,7 +168,7 @@ pub enum InstanceState {
 }
 
 /// One pod's need for devices, all of them on one node and all or nothing.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Request {
     /// `namespace/pod`, unique in the snapshot.
     pub id: String,
@@ -182,7 +185,7 @@ pub struct Request {
 }
 
 /// One request of a claim.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct DeviceNeed {
     /// Name of the request in the claim.
     pub name: String,
@@ -191,7 +194,7 @@ pub struct DeviceNeed {
 }
 
 /// One way to satisfy a [`DeviceNeed`].
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Want {
     /// Name of the subrequest, where the claim lists alternatives.
     pub subrequest: Option<String>,
@@ -209,7 +212,7 @@ pub struct Want {
 }
 
 /// A condition over several devices of a request.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Constraint {
     /// Names of the device needs that it is about; empty: all.
     pub requests: BTreeSet<String>,
@@ -220,7 +223,7 @@ pub struct Constraint {
 }
 
 /// See [`Constraint::kind`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum ConstraintKind {
     #[default]
     Same,
@@ -228,7 +231,7 @@ pub enum ConstraintKind {
 }
 
 /// What a pod needs of its node, besides GPUs.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct PodNeeds {
     /// Requests in thousandths of the unit, `pods: 1000` included.
     pub milli: BTreeMap<String, i128>,
@@ -241,7 +244,7 @@ pub struct PodNeeds {
 }
 
 /// A requirement on a node's label, or on its name where `key` is [`NodeRequirement::NAME`].
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct NodeRequirement {
     pub key: String,
     pub operator: Operator,
@@ -254,7 +257,7 @@ impl NodeRequirement {
 }
 
 /// Operators of node selectors.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Operator {
     #[default]
     In,
@@ -266,7 +269,7 @@ pub enum Operator {
 }
 
 /// A pod's toleration.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Toleration {
     /// Empty with `exists`: every key.
     pub key: String,

@@ -1,0 +1,249 @@
+//! A place for one request on one node: which GPU gives which device.
+//!
+//! Alternatives are tried in the order in which the claim prefers them, devices cheapest first, hardest need first, with
+//! backtracking. The search is complete up to [`WORK`] steps; within one device it is always complete.
+
+use std::collections::HashSet;
+use std::rc::Rc;
+
+use crate::board::{Board, StateId};
+use crate::occupancy::Device;
+use crate::snapshot::{
+    Capability, Constraint, ConstraintKind, DeviceNeed, GpuIndex, NodeIndex, Request, Want,
+};
+use crate::value::Cost;
+
+/// Most steps of one search. Counted, not timed: the same input gives the same plan on any machine.
+pub const WORK: u32 = 20_000;
+
+/// What a search found.
+#[derive(Clone, Debug)]
+pub enum Answer {
+    /// A place.
+    Found(Rc<Solution>),
+    /// There is none.
+    Nothing,
+    /// None was found within [`WORK`] steps.
+    GaveUp,
+}
+
+/// A place on a node.
+#[derive(Clone, Debug, Default)]
+pub struct Solution {
+    /// Index of the alternative taken for each need.
+    pub choice: Vec<usize>,
+    /// Price of all devices together.
+    pub cost: Cost,
+    /// The devices, in the order of the needs.
+    pub devices: Vec<Chosen>,
+}
+
+/// One device of a [`Solution`].
+#[derive(Clone, Copy, Debug)]
+pub struct Chosen {
+    /// Index of the need.
+    pub need: usize,
+    /// Index of its alternative.
+    pub alternative: usize,
+    /// The GPU.
+    pub gpu: GpuIndex,
+    /// What of it.
+    pub device: Device,
+    /// Whether it exists.
+    pub exists: bool,
+}
+
+/// Searches a place for the request's devices on the node.
+pub fn on_node<'a>(board: &mut Board<'a>, request: &'a Request, node: NodeIndex) -> Answer {
+    let gpus = board.gpus(node).to_vec();
+    // Alternatives that are out of reach even alone are not combined with others.
+    let possible: Vec<Vec<usize>> = request
+        .devices
+        .iter()
+        .map(|need| {
+            let reachable = |&i: &usize| reachable(board, node, &gpus, &need.alternatives[i]);
+            (0..need.alternatives.len()).filter(reachable).collect()
+        })
+        .collect();
+    if possible.iter().any(Vec::is_empty) {
+        return Answer::Nothing;
+    }
+    let mut search =
+        Search { board, request, node, gpus, chosen: Vec::new(), dead: HashSet::new(), steps: 0 };
+    let mut odometer = vec![0; possible.len()];
+    loop {
+        let choice: Vec<usize> = odometer.iter().zip(&possible).map(|(&at, list)| list[at]).collect();
+        if search.solve(&choice) {
+            return Answer::Found(Rc::new(search.solution(choice)));
+        }
+        if search.steps >= WORK {
+            return Answer::GaveUp;
+        }
+        // The last need's alternatives change fastest, so the first need's preference weighs most.
+        let Some(turn) = (0..odometer.len()).rev().find(|&i| odometer[i] + 1 < possible[i].len()) else {
+            return Answer::Nothing;
+        };
+        odometer[turn] += 1;
+        odometer[turn + 1..].fill(0);
+    }
+}
+
+/// Whether the node's GPUs, were they for this want alone, might do; never wrongly false.
+fn reachable(board: &Board<'_>, node: NodeIndex, gpus: &[StateId], want: &Want) -> bool {
+    let geometries = &board.snapshot.geometries;
+    let room = |(gpu, &id): (usize, &StateId)| {
+        if want.gpus.as_ref().is_some_and(|set| !set.contains(&(node, gpu))) {
+            return 0;
+        }
+        let state = board.state(id);
+        let whole = u32::from(want.whole && state.whole != Capability::No);
+        let instances = match (state.geometry, state.mig) {
+            (Some(index), Capability::Now | Capability::AfterSwitch) => {
+                let wanted = want.profiles.get(&index).into_iter().flatten();
+                let allowed: Vec<usize> =
+                    wanted.copied().filter(|profile| state.allowed.binary_search(profile).is_ok()).collect();
+                state.taken.room_for(&geometries[index], &allowed)
+            }
+            _ => 0,
+        };
+        whole.max(instances)
+    };
+    let total = gpus.iter().enumerate().map(room).fold(0, u32::saturating_add);
+    total >= want.count
+}
+
+/// A situation from which the rest of the needs cannot be met: the number of devices still to come, the GPUs' states,
+/// and for each constraint the values so far.
+type DeadEnd<'a> = (usize, Vec<StateId>, Vec<Vec<&'a str>>);
+
+struct Search<'s, 'a> {
+    board: &'s mut Board<'a>,
+    request: &'a Request,
+    node: NodeIndex,
+    gpus: Vec<StateId>,
+    chosen: Vec<(Chosen, Cost)>,
+    dead: HashSet<DeadEnd<'a>>,
+    steps: u32,
+}
+
+impl<'a> Search<'_, 'a> {
+    /// Places the needs with these alternatives; on success `chosen` has the devices.
+    fn solve(&mut self, choice: &[usize]) -> bool {
+        let mut slots: Vec<(usize, usize)> = Vec::new();
+        let mut needs: Vec<usize> = (0..choice.len()).collect();
+        needs.sort_by_key(|&need| {
+            std::cmp::Reverse(self.hardness(&self.request.devices[need].alternatives[choice[need]]))
+        });
+        for need in needs {
+            let count = self.request.devices[need].alternatives[choice[need]].count;
+            slots.extend((0..count).map(|_| (need, choice[need])));
+        }
+        self.chosen.clear();
+        self.dead.clear();
+        self.descend(&slots)
+    }
+
+    /// Largest share of a GPU that the want takes at least, in thousandths of its memory slices.
+    fn hardness(&self, want: &Want) -> u32 {
+        let geometries = &self.board.snapshot.geometries;
+        let shares = want.profiles.iter().flat_map(|(&geometry, profiles)| {
+            let geometry = geometries.get(geometry);
+            profiles.iter().filter_map(move |&p| {
+                let geometry = geometry?;
+                (1000 * geometry.profiles.get(p)?.size).checked_div(geometry.memory_slices)
+            })
+        });
+        shares.min().unwrap_or(1001)
+    }
+
+    fn descend(&mut self, slots: &[(usize, usize)]) -> bool {
+        let Some((&(need, alternative), rest)) = slots.split_first() else { return true };
+        let situation = (slots.len(), self.gpus.clone(), self.values_so_far());
+        if self.dead.contains(&situation) {
+            return false;
+        }
+        for (gpu, step) in self.candidates(need, alternative) {
+            self.steps += 1;
+            if self.steps >= WORK {
+                return false;
+            }
+            let before = std::mem::replace(&mut self.gpus[gpu], step.after);
+            let chosen = Chosen { need, alternative, gpu, device: step.device, exists: step.exists };
+            self.chosen.push((chosen, step.cost));
+            if self.descend(rest) {
+                return true;
+            }
+            self.chosen.pop();
+            self.gpus[gpu] = before;
+        }
+        self.dead.insert(situation);
+        false
+    }
+
+    /// Devices for a need that break no constraint, cheapest first.
+    fn candidates(&mut self, need: usize, alternative: usize) -> Vec<(GpuIndex, crate::board::Move)> {
+        let want = &self.request.devices[need].alternatives[alternative];
+        let alike = want.gpus.is_none() && self.request.constraints.is_empty();
+        let mut candidates = Vec::new();
+        for gpu in 0..self.gpus.len() {
+            let state = self.gpus[gpu];
+            let seen = alike && self.gpus[..gpu].contains(&state);
+            let other = want.gpus.as_ref().is_some_and(|set| !set.contains(&(self.node, gpu)));
+            if seen || other || !self.constraints_hold(need, alternative, gpu) {
+                continue;
+            }
+            candidates.extend(self.board.moves(state, want).iter().map(|step| (gpu, *step)));
+        }
+        candidates.sort_by_key(|(gpu, step)| (step.cost, *gpu, step.device));
+        candidates
+    }
+
+    fn constraints_hold(&self, need: usize, alternative: usize, gpu: GpuIndex) -> bool {
+        let devices = &self.request.devices;
+        self.request.constraints.iter().filter(|c| concerns(c, &devices[need], alternative)).all(
+            |constraint| {
+                let Some(value) = constraint.values.get(&(self.node, gpu)) else { return false };
+                let others =
+                    self.chosen.iter().filter(|(c, _)| concerns(constraint, &devices[c.need], c.alternative));
+                let mut values = others.filter_map(|(c, _)| constraint.values.get(&(self.node, c.gpu)));
+                match constraint.kind {
+                    ConstraintKind::Same => values.all(|other| other == value),
+                    ConstraintKind::Distinct => values.all(|other| other != value),
+                }
+            },
+        )
+    }
+
+    fn values_so_far(&self) -> Vec<Vec<&'a str>> {
+        let of = |constraint: &'a Constraint| {
+            let concerned = self
+                .chosen
+                .iter()
+                .filter(|(c, _)| concerns(constraint, &self.request.devices[c.need], c.alternative));
+            let mut values: Vec<&str> = concerned
+                .filter_map(|(c, _)| constraint.values.get(&(self.node, c.gpu)))
+                .map(String::as_str)
+                .collect();
+            values.sort_unstable();
+            values.dedup();
+            values
+        };
+        self.request.constraints.iter().map(of).collect()
+    }
+
+    fn solution(&self, choice: Vec<usize>) -> Solution {
+        let mut devices: Vec<Chosen> = self.chosen.iter().map(|(chosen, _)| *chosen).collect();
+        devices.sort_by_key(|chosen| chosen.need);
+        let cost = self.chosen.iter().fold(Cost::default(), |sum, (_, cost)| sum.plus(*cost));
+        Solution { choice, cost, devices }
+    }
+}
+
+/// Whether the constraint is about this need, by its name or by that of the alternative (`request/subrequest`).
+pub fn concerns(constraint: &Constraint, need: &DeviceNeed, alternative: usize) -> bool {
+    if constraint.requests.is_empty() || constraint.requests.contains(&need.name) {
+        return true;
+    }
+    let subrequest = need.alternatives.get(alternative).and_then(|want| want.subrequest.as_ref());
+    subrequest.is_some_and(|name| constraint.requests.contains(&format!("{}/{name}", need.name)))
+}

@@ -1,0 +1,132 @@
+//! What a GPU's room is worth, and so what a placement costs.
+//!
+//! The worth of a GPU is the number of placements that it could still serve, each weighted by how rare its kind is:
+//! every profile name, and the whole GPU, is worth the same in total, shared out over all the places that the open GPUs
+//! of the cluster have for it. Hence a start that spoils fewer placements costs less, an empty GPU costs more than a
+//! started one (it still serves its largest profile), and a scarce model costs more than a common one.
+
+use std::collections::BTreeMap;
+
+use crate::occupancy::{Device, GpuState};
+use crate::snapshot::{Capability, Geometry, GeometryIndex, Snapshot, Want};
+
+/// Worth of all places of one kind together.
+const KIND: u64 = 1 << 40;
+
+/// Weight of each place, by kind.
+#[derive(Debug, Default)]
+pub struct Weights {
+    /// By geometry and profile.
+    place: Vec<Vec<u64>>,
+    /// A whole GPU.
+    whole: u64,
+}
+
+impl Weights {
+    /// Weights by what the open GPUs of the snapshot could serve if they were empty.
+    pub fn of(snapshot: &Snapshot) -> Self {
+        let mut places: BTreeMap<&str, u64> = BTreeMap::new();
+        let mut whole = 0u64;
+        for gpu in snapshot.nodes.iter().flat_map(|node| &node.gpus).filter(|gpu| gpu.closed.is_none()) {
+            whole += u64::from(gpu.whole != Capability::No);
+            let Some(geometry) = gpu.geometry.and_then(|index| snapshot.geometries.get(index)) else {
+                continue;
+            };
+            for profile in gpu.allowed.iter().filter_map(|&index| geometry.profiles.get(index)) {
+                *places.entry(&profile.name).or_default() += profile.starts.len() as u64;
+            }
+        }
+        let weight = |name: &str| KIND / places.get(name).copied().unwrap_or(1).max(1);
+        let of_geometry = |geometry: &Geometry| geometry.profiles.iter().map(|p| weight(&p.name)).collect();
+        Self { place: snapshot.geometries.iter().map(of_geometry).collect(), whole: KIND / whole.max(1) }
+    }
+
+    /// Worth of a GPU in this state.
+    pub fn worth(&self, geometries: &[Geometry], state: &GpuState) -> u64 {
+        let mut worth = if state.whole == Capability::No { 0 } else { self.whole };
+        let (Some(index), true) = (state.geometry, state.mig != Capability::No) else { return worth };
+        let Some(geometry) = geometries.get(index) else { return worth };
+        for &profile in &state.allowed {
+            let fitting = |&&start: &&u32| state.can_give(geometries, Device::Instance { profile, start });
+            let places = geometry.profiles[profile].starts.iter().filter(fitting).count() as u64;
+            worth += places * self.place[index][profile];
+        }
+        worth
+    }
+}
+
+/// Price of a placement; the fields are compared in their order, and the lowest wins.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Cost {
+    /// Warm instances that it destroys.
+    pub warm_lost: u32,
+    /// Doublings of memory and of multiprocessors beyond the smallest device that would do.
+    pub waste: u32,
+    /// Devices that do not exist yet.
+    pub waits: u32,
+    /// Switches of MIG mode.
+    pub switches: u32,
+    /// Warm instances that it uses up.
+    pub warm_used: u32,
+    /// With `Spread`: share of the memory slices already taken on the GPUs, in thousandths.
+    pub load: u32,
+    /// Worth lost, see [`Weights`].
+    pub loss: u64,
+    /// With `Pack`: memory slices left on the GPUs.
+    pub left: u32,
+}
+
+impl Cost {
+    /// Both together.
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            warm_lost: self.warm_lost + other.warm_lost,
+            waste: self.waste + other.waste,
+            waits: self.waits + other.waits,
+            switches: self.switches + other.switches,
+            warm_used: self.warm_used + other.warm_used,
+            load: self.load + other.load,
+            loss: self.loss.saturating_add(other.loss),
+            left: self.left + other.left,
+        }
+    }
+}
+
+/// The smallest device that satisfies a want, to measure waste by.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Least {
+    memory: u64,
+    multiprocessors: u32,
+}
+
+impl Least {
+    /// Least memory and least multiprocessors over all profiles that the want names.
+    pub fn of(want: &Want, geometries: &[Geometry]) -> Self {
+        let profiles = || {
+            want.profiles.iter().flat_map(|(&geometry, profiles)| {
+                profiles.iter().filter_map(move |&p| geometries.get(geometry)?.profiles.get(p))
+            })
+        };
+        Self {
+            memory: profiles().map(|p| p.memory_bytes).min().unwrap_or(0),
+            multiprocessors: profiles().map(|p| p.multiprocessors).min().unwrap_or(0),
+        }
+    }
+
+    /// Waste of a device, see [`Cost::waste`]. A whole GPU counts as the largest profile of its geometry.
+    pub fn waste(&self, geometries: &[Geometry], geometry: Option<GeometryIndex>, device: Device) -> u32 {
+        let profiles = geometry.and_then(|index| geometries.get(index)).map_or(&[][..], |g| &g.profiles);
+        let (memory, multiprocessors) = match device {
+            Device::Instance { profile, .. } => {
+                profiles.get(profile).map_or((0, 0), |p| (p.memory_bytes, p.multiprocessors))
+            }
+            Device::Whole => (
+                profiles.iter().map(|p| p.memory_bytes).max().unwrap_or(self.memory.saturating_mul(1 << 16)),
+                profiles.iter().map(|p| p.multiprocessors).max().unwrap_or(0),
+            ),
+        };
+        let doublings =
+            |has: u64, least: u64| has.checked_div(least).and_then(u64::checked_ilog2).unwrap_or(0);
+        doublings(memory, self.memory) + doublings(multiprocessors.into(), self.multiprocessors.into())
+    }
+}
