@@ -1,0 +1,137 @@
+//! What a device says of itself: the attributes and capacities that a node's ResourceSlice lists and that selectors of
+//! claims and DeviceClasses read.
+//!
+//! One list for both sides: the node daemon publishes it for devices that exist, the operator evaluates selectors
+//! against it for instances that it could have made. What is only known once an instance exists is `None` there.
+
+use std::collections::BTreeMap;
+
+use crate::gpu_node::{Gpu, GpuNodeStatus, Profile};
+
+/// Value of an attribute.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Value {
+    String(String),
+    Int(i64),
+    Bool(bool),
+    /// A semantic version, `major.minor.patch`.
+    Version(String),
+}
+
+/// Names of attributes. Those without a domain are in the driver's, `gpu.kerf.dev`.
+pub mod attribute {
+    /// `gpu` or `mig`.
+    pub const TYPE: &str = "type";
+    /// UUID of the GPU, or of the MIG device (known once the instance exists).
+    pub const UUID: &str = "uuid";
+    /// UUID of the GPU that an instance is on; of a whole GPU its own.
+    pub const PARENT_UUID: &str = "parentUUID";
+    /// NVML's index of the GPU.
+    pub const INDEX: &str = "index";
+    /// Product name of the GPU.
+    pub const PRODUCT: &str = "productName";
+    /// NVML's name of the profile; instances only.
+    pub const PROFILE: &str = "profile";
+    /// Version of the GPU driver.
+    pub const DRIVER_VERSION: &str = "driverVersion";
+    /// Version of CUDA that the driver supports.
+    pub const CUDA_VERSION: &str = "cudaDriverVersion";
+    /// NUMA node of the GPU, where known.
+    pub const NUMA_NODE: &str = "numaNode";
+    /// Kubernetes' own name for the PCI address (`k8s.io/dynamic-resource-allocation/deviceattribute`).
+    pub const PCI_BUS_ID: &str = "resource.kubernetes.io/pciBusID";
+}
+
+/// Names of capacities.
+pub mod capacity {
+    /// Memory in bytes.
+    pub const MEMORY: &str = "memory";
+    /// Streaming multiprocessors; instances only.
+    pub const MULTIPROCESSORS: &str = "multiprocessors";
+}
+
+/// Attributes that are the same for every device on one GPU: those that constraints can compare.
+pub const GPU_ATTRIBUTES: [&str; 7] = [
+    attribute::PARENT_UUID,
+    attribute::INDEX,
+    attribute::PRODUCT,
+    attribute::DRIVER_VERSION,
+    attribute::CUDA_VERSION,
+    attribute::NUMA_NODE,
+    attribute::PCI_BUS_ID,
+];
+
+/// The attributes of a whole GPU (`instance: None`) or of an instance of the profile on it, with the UUID of its MIG
+/// device where it exists.
+pub fn attributes(
+    status: &GpuNodeStatus,
+    gpu: &Gpu,
+    instance: Option<(&Profile, Option<&str>)>,
+) -> BTreeMap<&'static str, Value> {
+    let text = |text: &str| Value::String(text.to_owned());
+    let mut all = BTreeMap::from([
+        (attribute::TYPE, text(if instance.is_some() { "mig" } else { "gpu" })),
+        (attribute::PARENT_UUID, text(&gpu.uuid)),
+        (attribute::INDEX, Value::Int(gpu.index.into())),
+        (attribute::PRODUCT, text(&gpu.product)),
+    ]);
+    match instance {
+        None => {
+            all.insert(attribute::UUID, text(&gpu.uuid));
+        }
+        Some((profile, uuid)) => {
+            all.insert(attribute::PROFILE, text(&profile.name));
+            if let Some(uuid) = uuid {
+                all.insert(attribute::UUID, text(uuid));
+            }
+        }
+    }
+    if let Some(version) = semantic_version(&status.driver_version) {
+        all.insert(attribute::DRIVER_VERSION, Value::Version(version));
+    }
+    if let Some(version) = semantic_version(&status.cuda_version) {
+        all.insert(attribute::CUDA_VERSION, Value::Version(version));
+    }
+    if let Some(node) = gpu.numa_node {
+        all.insert(attribute::NUMA_NODE, Value::Int(node.into()));
+    }
+    if !gpu.pci_address.is_empty() {
+        all.insert(attribute::PCI_BUS_ID, text(&gpu.pci_address));
+    }
+    all
+}
+
+/// The capacities of a whole GPU or of an instance of the profile: bytes or counts.
+pub fn capacities(gpu: &Gpu, profile: Option<&Profile>) -> BTreeMap<&'static str, u64> {
+    match profile {
+        None => BTreeMap::from([(capacity::MEMORY, gpu.memory_bytes)]),
+        Some(profile) => BTreeMap::from([
+            (capacity::MEMORY, profile.memory_bytes),
+            (capacity::MULTIPROCESSORS, profile.multiprocessors.into()),
+        ]),
+    }
+}
+
+/// `580.95.05` → `580.95.5`, `13.1` → `13.1.0`: Kubernetes wants semantic versions, without leading zeros. `None` if
+/// the text is no dotted version of at most three numbers.
+pub fn semantic_version(text: &str) -> Option<String> {
+    let mut numbers: Vec<u64> = text.split('.').map(|part| part.parse().ok()).collect::<Option<_>>()?;
+    if numbers.len() > 3 {
+        return None;
+    }
+    numbers.resize(3, 0);
+    Some(format!("{}.{}.{}", numbers[0], numbers[1], numbers[2]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_become_semantic() {
+        assert_eq!(semantic_version("580.95.05").as_deref(), Some("580.95.5"));
+        assert_eq!(semantic_version("13.1").as_deref(), Some("13.1.0"));
+        assert_eq!(semantic_version(""), None);
+        assert_eq!(semantic_version("1.2.3.4"), None);
+    }
+}
