@@ -597,10 +597,11 @@ pub fn nvml_library() -> Result<PathBuf, Error> {
             Err(Error::NoLibrary { tried: path.display().to_string() })
         };
     }
-    // Executables lie in target/<profile>/, tests in target/<profile>/deps/.
+    // Executables lie in target/<profile>/, tests in its deps/; so does the library, by how it was asked for.
     let executable = std::env::current_exe().unwrap_or_default();
-    let candidates: Vec<PathBuf> =
-        executable.ancestors().skip(1).take(2).map(|folder| folder.join(FILE)).collect();
+    let folder = executable.parent().unwrap_or(Path::new("/"));
+    let folder = if folder.ends_with("deps") { folder.parent().unwrap_or(folder) } else { folder };
+    let candidates = [folder.join(FILE), folder.join("deps").join(FILE)];
     let tried = candidates.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ");
     candidates
         .into_iter()
