@@ -1,1 +1,146 @@
-fn main() {}
+//! Kerf's chores, each a subcommand of `cargo xtask`.
+
+use std::env;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context as _, Result, bail};
+use clap::{Parser, Subcommand};
+use kerf_toolchain::Toolchain;
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Kerf's chores")]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Run Kerf on a cluster of this machine with simulated GPUs, and show GPUs reshape (needs root)
+    Demo {
+        /// Leave the cluster running at the end, until Enter or Ctrl-C
+        #[arg(long)]
+        keep: bool,
+        /// Passed on to the demo
+        #[arg(last = true)]
+        args: Vec<String>,
+    },
+    /// Run all tests, those on real clusters included (needs root)
+    Test {
+        /// As for `cargo test`: only tests whose names contain one of these
+        filters: Vec<String>,
+    },
+    /// Build or install the programs of the test cluster, and print where they are
+    Toolchain,
+    /// Write the generated files anew: CRD manifests, API reference
+    Generate,
+    /// Everything that continuous integration checks
+    Ci,
+}
+
+fn main() -> ExitCode {
+    let done = match Cli::parse().task {
+        Task::Demo { keep, args } => demo(keep, &args),
+        Task::Test { filters } => test(&filters),
+        Task::Toolchain => toolchain(),
+        Task::Generate => generate(),
+        Task::Ci => ci(),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn demo(keep: bool, args: &[String]) -> Result<()> {
+    needs_root("The demo")?;
+    install_toolchain()?;
+    step("building Kerf");
+    run(cargo().args(["build", "--workspace", "--all-targets"]))?;
+    let mut demo = cargo();
+    demo.args(["run", "--quiet", "-p", "kerf-e2e", "--bin", "kerf-demo", "--"]);
+    if keep {
+        demo.arg("--keep");
+    }
+    run(demo.args(args))
+}
+
+fn test(filters: &[String]) -> Result<()> {
+    needs_root("The test suite")?;
+    install_toolchain()?;
+    step("building the workspace");
+    // Test clusters run programs of all packages, which `cargo test` alone would not all build.
+    run(cargo().args(["build", "--workspace", "--bins", "--lib", "--examples"]))?;
+    step("running the tests");
+    run(cargo().args(["test", "--workspace", "--no-fail-fast", "--"]).args(filters))
+}
+
+fn toolchain() -> Result<()> {
+    let toolchain = install_toolchain()?;
+    println!("{toolchain:#?}");
+    Ok(())
+}
+
+fn generate() -> Result<()> {
+    run(cargo().args(["run", "--quiet", "-p", "kerf-crds", "--example", "generate"]))
+}
+
+fn ci() -> Result<()> {
+    step("checking the format");
+    run(cargo().args(["fmt", "--all", "--check"]))?;
+    step("checking the lints");
+    run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
+    if Command::new("cargo").args(["deny", "--version"]).output().is_ok_and(|output| output.status.success())
+    {
+        step("checking licences and sources of dependencies");
+        run(cargo().args(["deny", "check", "licenses", "bans", "sources"]))?;
+    } else {
+        step("cargo-deny is not installed: licences and sources of dependencies are not checked");
+    }
+    test(&[])
+}
+
+/// Says why root is needed, and stops before anything has begun if this is not root.
+fn needs_root(what: &str) -> Result<()> {
+    let why = format!(
+        "{what} starts real Kubernetes nodes as namespaces of this machine, which takes root: mounts, PID namespaces, \
+         cgroups, containers. Everything is in one temporary folder and is removed at the end."
+    );
+    if !nix::unistd::geteuid().is_root() {
+        bail!("{why}\nRun it with sudo: sudo -E env \"PATH=$PATH\" cargo xtask …");
+    }
+    step(&why);
+    Ok(())
+}
+
+fn install_toolchain() -> Result<Toolchain> {
+    Toolchain::ensure(&|line| step(&format!("toolchain: {line}")))
+}
+
+fn step(text: &str) {
+    // Standard error, as cargo does, and a closed one is no reason to stop.
+    let _ = writeln!(std::io::stderr(), "xtask: {text}");
+}
+
+fn cargo() -> Command {
+    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root());
+    command
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+fn run(command: &mut Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("failed to run {command:?}"))?;
+    if !status.success() {
+        bail!("{command:?} failed ({status})");
+    }
+    Ok(())
+}
