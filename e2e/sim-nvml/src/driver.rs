@@ -7,9 +7,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use kerf_sim::fault::{Action, When};
 use kerf_sim::model::Mig;
 use kerf_sim::procs::Clients;
-use kerf_sim::state::{Action, ComputeInstance, Gpu, GpuInstance, State, When};
+use kerf_sim::state::{ComputeInstance, Gpu, GpuInstance, State};
 use kerf_sim::{Model, NvmlError, Store, canonical_call};
 
 use crate::ffi::{Device, DeviceHandle};
@@ -229,7 +230,7 @@ impl Call {
 
     /// Who uses what now.
     pub(crate) fn clients(&self) -> Clients {
-        Clients::scan(self.store.root())
+        Clients::scan(self.store.root(), self.state.pid_namespace)
     }
 
     /// Who uses what, at most [`CLIENTS_FRESH`] old.

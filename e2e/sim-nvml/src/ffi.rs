@@ -121,7 +121,7 @@ const GPU_INSTANCE: u8 = 3;
 const COMPUTE_INSTANCE: u8 = 4;
 
 impl Packed {
-    fn new(kind: u8, gpu: usize, gi: u32, ci: u32) -> u64 {
+    fn pack(kind: u8, gpu: usize, gi: u32, ci: u32) -> u64 {
         // The counts are far below 256: 32 GPUs, 15 GPU instances, 8 compute instances.
         MARK << 48
             | u64::from(kind) << 40
@@ -150,11 +150,11 @@ pub(crate) struct DeviceHandle(u64);
 
 impl DeviceHandle {
     pub(crate) fn of_gpu(gpu: usize) -> DeviceHandle {
-        DeviceHandle(Packed::new(GPU, gpu, 0, 0))
+        DeviceHandle(Packed::pack(GPU, gpu, 0, 0))
     }
 
     pub(crate) fn of_mig_device(gpu: usize, gi: u32, ci: u32) -> DeviceHandle {
-        DeviceHandle(Packed::new(MIG_DEVICE, gpu, gi, ci))
+        DeviceHandle(Packed::pack(MIG_DEVICE, gpu, gi, ci))
     }
 
     pub(crate) fn device(self) -> Result<Device> {
@@ -182,7 +182,7 @@ pub(crate) struct GpuInstanceHandle(u64);
 
 impl GpuInstanceHandle {
     pub(crate) fn new(gpu: usize, gi: u32) -> GpuInstanceHandle {
-        GpuInstanceHandle(Packed::new(GPU_INSTANCE, gpu, gi, 0))
+        GpuInstanceHandle(Packed::pack(GPU_INSTANCE, gpu, gi, 0))
     }
 
     /// GPU and GPU-instance id.
@@ -205,7 +205,7 @@ pub(crate) struct ComputeInstanceHandle(u64);
 
 impl ComputeInstanceHandle {
     pub(crate) fn new(gpu: usize, gi: u32, ci: u32) -> ComputeInstanceHandle {
-        ComputeInstanceHandle(Packed::new(COMPUTE_INSTANCE, gpu, gi, ci))
+        ComputeInstanceHandle(Packed::pack(COMPUTE_INSTANCE, gpu, gi, ci))
     }
 
     /// GPU, GPU-instance id and compute-instance id.

@@ -23,6 +23,7 @@ mod documented;
 mod elf;
 pub mod engine;
 mod error;
+pub mod fault;
 pub mod geometry;
 pub mod model;
 mod node;
@@ -35,10 +36,9 @@ mod uuid;
 
 pub use documented::documented_errors;
 pub use error::Error;
+pub use fault::{Fault, Occurrence, When, canonical_call};
 pub use model::Model;
-pub use node::{
-    Driver, GpuSpec, HoldGuard, Instance, NodeSpec, Occurrence, SimNode, canonical_call, nvml_library,
-};
+pub use node::{Driver, GpuSpec, HoldGuard, Instance, NodeSpec, SimNode, nvml_library};
 pub use ret::NvmlError;
-pub use state::{CapNodes, MigUuids, State, When};
+pub use state::{CapNodes, MigUuids, State};
 pub use store::{STATE_DIR, STATE_FILE, Store};

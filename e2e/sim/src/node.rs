@@ -6,10 +6,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::fault::{Action, Fault, Occurrence, When, canonical_call};
 use crate::procs::{Client, Clients};
-use crate::state::{
-    Action, CapNodes, Counts, Delay, EVENT_XID, Fault, Gpu, Hold, MigUuids, Options, Pci, State, When,
-};
+use crate::state::{CapNodes, Counts, Delay, EVENT_XID, Gpu, Hold, MigUuids, Options, Pci, State};
 use crate::{Error, Model, NvmlError, Store, caps, tree, uuid};
 
 pub use crate::state::Driver;
@@ -112,6 +111,7 @@ impl NodeSpec {
             delays: Vec::new(),
             holds: Vec::new(),
             next_hold: 1,
+            pid_namespace: None,
             events: Vec::new(),
             next_event: 1,
         };
@@ -123,19 +123,6 @@ impl Default for Driver {
     fn default() -> Driver {
         Driver { version: "580.95.05".into(), nvml: "13.580.95.05".into(), cuda: 13000, loaded: true }
     }
-}
-
-/// How often a fault strikes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Occurrence {
-    /// The next call.
-    Once,
-    /// The next so many calls.
-    Times(u32),
-    /// The so-manyth call from now (1 is the next).
-    Nth(u32),
-    /// Every call until [`SimNode::clear_faults`].
-    Persistent,
 }
 
 /// An instance as the hardware has it.
@@ -213,6 +200,16 @@ impl SimNode {
 
     fn change<T>(&self, change: impl FnOnce(&mut State) -> Result<T, Error>) -> Result<T, Error> {
         self.store.write(change)
+    }
+
+    /// Says in which PID namespace the node's containers run ([`crate::procs::pid_namespace`] of any process in
+    /// it): device nodes that a runtime made count only for processes in it or below. Several nodes on one host need
+    /// this.
+    pub fn set_pid_namespace(&self, namespace: Option<u64>) -> Result<(), Error> {
+        self.change(|state| {
+            state.pid_namespace = namespace;
+            Ok(())
+        })
     }
 
     // What happens to the machine.
@@ -300,7 +297,7 @@ impl SimNode {
         occurrence: Occurrence,
         gpu: Option<usize>,
     ) -> Result<(), Error> {
-        self.add_fault(call, Action::Fail(error), When::Before, occurrence, gpu)
+        self.add_fault(Fault { gpu, ..Fault::new(call, Action::Fail(error), When::Before, occurrence) })
     }
 
     /// As [`SimNode::inject`], but the call has had its effect before it fails.
@@ -311,7 +308,7 @@ impl SimNode {
         occurrence: Occurrence,
         gpu: Option<usize>,
     ) -> Result<(), Error> {
-        self.add_fault(call, Action::Fail(error), When::After, occurrence, gpu)
+        self.add_fault(Fault { gpu, ..Fault::new(call, Action::Fail(error), When::After, occurrence) })
     }
 
     /// Lets `nvmlDeviceSetMigMode` answer success with this activation status; the change stays pending.
@@ -321,7 +318,10 @@ impl SimNode {
         occurrence: Occurrence,
         gpu: Option<usize>,
     ) -> Result<(), Error> {
-        self.add_fault("nvmlDeviceSetMigMode", Action::Activation(error), When::Before, occurrence, gpu)
+        self.add_fault(Fault {
+            gpu,
+            ..Fault::new("nvmlDeviceSetMigMode", Action::Activation(error), When::Before, occurrence)
+        })
     }
 
     /// Kills the calling process (SIGKILL) in a call of `call`, before or after its effect.
@@ -332,27 +332,13 @@ impl SimNode {
         occurrence: Occurrence,
         gpu: Option<usize>,
     ) -> Result<(), Error> {
-        self.add_fault(call, Action::Kill, when, occurrence, gpu)
+        self.add_fault(Fault { gpu, ..Fault::new(call, Action::Kill, when, occurrence) })
     }
 
     /// Adds any fault.
-    pub fn add_fault(
-        &self,
-        call: &str,
-        action: Action,
-        when: When,
-        occurrence: Occurrence,
-        gpu: Option<usize>,
-    ) -> Result<(), Error> {
-        let (left, skip) = match occurrence {
-            Occurrence::Once => (Some(1), 0),
-            Occurrence::Times(times) => (Some(times), 0),
-            Occurrence::Nth(nth) => (Some(1), nth.saturating_sub(1)),
-            Occurrence::Persistent => (None, 0),
-        };
-        let call = canonical_call(call).to_owned();
+    pub fn add_fault(&self, fault: Fault) -> Result<(), Error> {
         self.change(|state| {
-            state.faults.push(Fault { call, action, when, gpu, left, skip, process: None });
+            state.faults.push(fault);
             Ok(())
         })
     }
@@ -539,8 +525,8 @@ impl SimNode {
     }
 
     /// The processes that have device nodes of this node open, as this process's `/proc` shows them.
-    pub fn clients(&self) -> Vec<Client> {
-        Clients::scan(self.root()).0
+    pub fn clients(&self) -> Result<Vec<Client>, Error> {
+        Ok(Clients::scan(self.root(), self.state()?.pid_namespace).0)
     }
 
     /// The call log, a line per NVML call: `pid function gpu code`. Empty unless the node logs calls.
@@ -574,14 +560,6 @@ impl Drop for HoldGuard {
             // The node may be gone by now, which also ends the client.
             let _ = self.node.release(id);
         }
-    }
-}
-
-/// The function name without its version suffix: `nvmlDeviceGetCount_v2` is `nvmlDeviceGetCount`.
-pub fn canonical_call(name: &str) -> &str {
-    match name.rsplit_once("_v") {
-        Some((base, version)) if !version.is_empty() && version.bytes().all(|b| b.is_ascii_digit()) => base,
-        _ => name,
     }
 }
 
@@ -651,20 +629,4 @@ fn new_gpu(node: &str, index: usize, spec: &GpuSpec, model: &Model) -> Result<Gp
         instances: Vec::new(),
         counts: Counts::default(),
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::canonical_call;
-
-    #[test]
-    fn version_suffixes_are_no_part_of_a_name() {
-        assert_eq!(canonical_call("nvmlDeviceGetCount_v2"), "nvmlDeviceGetCount");
-        assert_eq!(canonical_call("nvmlDeviceGetCount"), "nvmlDeviceGetCount");
-        assert_eq!(
-            canonical_call("nvmlDeviceGetGpuInstanceProfileInfoV"),
-            "nvmlDeviceGetGpuInstanceProfileInfoV"
-        );
-        assert_eq!(canonical_call("nvmlX_vx"), "nvmlX_vx");
-    }
 }

@@ -13,11 +13,14 @@
 //!
 //! Which node does a descriptor belong to, when several are simulated on one host? A path outside of `/dev`
 //! (`/some/root/dev/nvidia0`) belongs to the root in which the very same inode lies. A path in `/dev` was made
-//! for a container and says nothing: it counts by its device number. Nodes whose containers must be told apart
-//! therefore need a PID namespace each.
+//! for a container and says nothing: it counts by its device number, if the process is in the node's PID
+//! namespace ([`crate::SimNode::set_pid_namespace`]) or one below it. A node without one counts the containers of
+//! all.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
+use std::fs::File;
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -65,13 +68,13 @@ impl Clients {
         Clients::default()
     }
 
-    /// Looks through `/proc` for clients of the node under `root`.
-    pub fn scan(root: &Path) -> Clients {
+    /// Looks through `/proc` for clients of the node under `root`, whose containers are in `namespace`.
+    pub fn scan(root: &Path, namespace: Option<u64>) -> Clients {
         let Ok(entries) = std::fs::read_dir("/proc") else { return Clients::none() };
         let clients = entries
             .filter_map(Result::ok)
             .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-            .filter_map(|pid| client(root, pid))
+            .filter_map(|pid| client(root, namespace, pid))
             .collect();
         Clients(clients)
     }
@@ -103,7 +106,7 @@ impl Clients {
 }
 
 /// What the process has open; `None` if nothing, or if it ended meanwhile.
-fn client(root: &Path, pid: u32) -> Option<Client> {
+fn client(root: &Path, namespace: Option<u64>, pid: u32) -> Option<Client> {
     let folder = PathBuf::from(format!("/proc/{pid}/fd"));
     let mut client = Client { pid, ..Client::default() };
     for entry in std::fs::read_dir(&folder).ok()?.filter_map(Result::ok) {
@@ -115,9 +118,11 @@ fn client(root: &Path, pid: u32) -> Option<Client> {
         if !meta.file_type().is_char_device() {
             continue;
         }
-        if let Some(relative) = node.in_other_root
-            && !same_file(&meta, &root.join(relative))
-        {
+        let ours = match node.in_root {
+            Some(relative) => same_file(&meta, &root.join(relative)),
+            None => namespace.is_none_or(|namespace| is_within(pid, namespace)),
+        };
+        if !ours {
             continue;
         }
         let (major, minor) = (libc::major(meta.rdev()), libc::minor(meta.rdev()));
@@ -137,9 +142,37 @@ fn same_file(meta: &std::fs::Metadata, path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|ours| (ours.dev(), ours.ino()) == (meta.dev(), meta.ino()))
 }
 
+/// The PID namespace of a process, by the number of its file.
+pub fn pid_namespace(pid: u32) -> std::io::Result<u64> {
+    Ok(std::fs::metadata(format!("/proc/{pid}/ns/pid"))?.ino())
+}
+
+/// Whether a process is in the PID namespace or in one below it.
+fn is_within(pid: u32, namespace: u64) -> bool {
+    let mut current = File::open(format!("/proc/{pid}/ns/pid")).ok();
+    while let Some(file) = current {
+        if file.metadata().is_ok_and(|meta| meta.ino() == namespace) {
+            return true;
+        }
+        current = parent(&file);
+    }
+    false
+}
+
+/// The namespace above; `None` at the top, which is what the caller may see.
+#[allow(unsafe_code, reason = "the standard library has no way to ask for it")]
+fn parent(namespace: &File) -> Option<File> {
+    const NS_GET_PARENT: libc::c_ulong = 0xb702;
+    // SAFETY: the descriptor is open; the new one that comes back is owned by the file at once.
+    unsafe {
+        let descriptor = libc::ioctl(namespace.as_raw_fd(), NS_GET_PARENT);
+        (descriptor >= 0).then(|| File::from_raw_fd(descriptor))
+    }
+}
+
 struct Node {
     /// The part from `dev/` on, if something stands before it.
-    in_other_root: Option<PathBuf>,
+    in_root: Option<PathBuf>,
 }
 
 impl Node {
@@ -150,7 +183,7 @@ impl Node {
         let bytes = bytes.strip_suffix(b" (deleted)").unwrap_or(bytes);
         let at = bytes.windows(MARK.len()).rposition(|window| window == MARK)?;
         let relative = Path::new(OsStr::from_bytes(&bytes[at + 1..])).to_owned();
-        Some(Node { in_other_root: (at > 0).then_some(relative) })
+        Some(Node { in_root: (at > 0).then_some(relative) })
     }
 }
 
@@ -185,10 +218,10 @@ mod tests {
 
     #[test]
     fn paths_of_containers_and_of_roots_are_told_apart() {
-        assert!(Node::of_path(Path::new("/dev/nvidia0")).unwrap().in_other_root.is_none());
-        assert!(Node::of_path(Path::new("/dev/nvidia-caps/nvidia-cap3")).unwrap().in_other_root.is_none());
+        assert!(Node::of_path(Path::new("/dev/nvidia0")).unwrap().in_root.is_none());
+        assert!(Node::of_path(Path::new("/dev/nvidia-caps/nvidia-cap3")).unwrap().in_root.is_none());
         let node = Node::of_path(Path::new("/tmp/a/dev/nvidia-caps/nvidia-cap3 (deleted)")).unwrap();
-        assert_eq!(node.in_other_root.unwrap(), Path::new("dev/nvidia-caps/nvidia-cap3"));
+        assert_eq!(node.in_root.unwrap(), Path::new("dev/nvidia-caps/nvidia-cap3"));
         assert!(Node::of_path(Path::new("/dev/null")).is_none());
     }
 }

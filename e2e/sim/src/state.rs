@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::NvmlError;
+use crate::fault::Fault;
 
 /// Everything that the simulated driver knows. See [`crate::Store`] for how it is shared.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -21,6 +21,8 @@ pub struct State {
     /// Foreign clients that no process stands for.
     pub holds: Vec<Hold>,
     pub next_hold: u64,
+    /// The PID namespace in which the node's containers run.
+    pub pid_namespace: Option<u64>,
     /// The newest events, oldest first.
     pub events: Vec<Event>,
     pub next_event: u64,
@@ -162,46 +164,6 @@ pub struct ComputeInstance {
     pub compute_mode: u32,
 }
 
-/// A fault to be met by NVML calls.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Fault {
-    /// Function name without version suffix, such as `nvmlDeviceCreateGpuInstanceWithPlacement`.
-    pub call: String,
-    pub action: Action,
-    pub when: When,
-    /// Only calls on this GPU (NVML index).
-    pub gpu: Option<usize>,
-    /// Calls still to be hit; `None` is for ever.
-    pub left: Option<u32>,
-    /// Calls to let pass first.
-    pub skip: u32,
-    /// Only calls of processes whose `comm` is this.
-    #[serde(default)]
-    pub process: Option<String>,
-}
-
-/// What a fault does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Action {
-    /// The call answers this.
-    Fail(NvmlError),
-    /// `nvmlDeviceSetMigMode` answers success, with this as the activation status.
-    Activation(NvmlError),
-    /// The calling process dies by SIGKILL.
-    Kill,
-}
-
-/// On which side of the call's effect a fault strikes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum When {
-    /// Nothing has happened.
-    Before,
-    /// It has happened, but the caller does not hear of it.
-    After,
-}
-
 /// A call that takes longer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Delay {
@@ -266,41 +228,6 @@ impl State {
     /// GPU by its device minor.
     pub fn gpu_of_minor(&self, minor: u32) -> Option<usize> {
         self.gpus.iter().position(|gpu| gpu.minor == minor)
-    }
-
-    /// The first fault that a call on `gpu` by a process of this name meets on this side.
-    pub fn fault_index(
-        &self,
-        call: &str,
-        gpu: Option<usize>,
-        when: When,
-        process: &str,
-        wanted: impl Fn(Action) -> bool,
-    ) -> Option<usize> {
-        self.faults.iter().position(|fault| {
-            fault.when == when
-                && fault.call == call
-                && wanted(fault.action)
-                && (fault.gpu.is_none() || fault.gpu == gpu)
-                && fault.process.as_deref().is_none_or(|name| name == process)
-        })
-    }
-
-    /// Counts a call against the fault at `index`, and returns what it does to it, if anything.
-    pub fn strike(&mut self, index: usize) -> Option<Action> {
-        let fault = self.faults.get_mut(index)?;
-        if fault.skip > 0 {
-            fault.skip -= 1;
-            return None;
-        }
-        let action = fault.action;
-        if let Some(left) = &mut fault.left {
-            *left = left.saturating_sub(1);
-            if *left == 0 {
-                self.faults.remove(index);
-            }
-        }
-        Some(action)
     }
 }
 

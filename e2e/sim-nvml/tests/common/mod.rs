@@ -25,6 +25,8 @@ impl TestNode {
         std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
         let node = SimNode::create(&folder.path().join("root"), &spec)
             .unwrap_or_else(|error| panic!("failed to make a simulated node (as root?): {error}"));
+        // No namespace has this number: containers that happen to run on this machine are not ours.
+        node.set_pid_namespace(Some(0)).unwrap();
         TestNode { node, _folder: folder }
     }
 

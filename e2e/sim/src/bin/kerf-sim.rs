@@ -186,7 +186,7 @@ fn show(node: &SimNode) -> Result<(), Box<dyn std::error::Error>> {
             println!("  GI {:2} {:>5} {:16} {}", instance.gi, place, instance.profile, uuids.join(" "));
         }
     }
-    for client in node.clients() {
+    for client in node.clients()? {
         println!("process {}: GPUs {:?}, capabilities {:?}", client.pid, client.gpus, client.capabilities);
     }
     for hold in &state.holds {
