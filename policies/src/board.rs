@@ -280,6 +280,16 @@ impl<'a> Board<'a> {
             .map_or_else(|| ranks.iter().copied().min().unwrap_or(usize::MAX), |d| ranks[d.gpu])
     }
 
+    /// Place of the GPU in the order of UUIDs.
+    pub fn rank_of(&self, node: NodeIndex, gpu: GpuIndex) -> usize {
+        self.ranks[node][gpu]
+    }
+
+    /// Worth of a GPU in the state, see [`Weights`].
+    pub fn worth_of(&self, state: &GpuState) -> u64 {
+        self.weights.worth(&self.snapshot.geometries, state)
+    }
+
     /// Takes the place.
     pub fn take(&mut self, request: &Request, node: NodeIndex, solution: &Solution) {
         for device in &solution.devices {

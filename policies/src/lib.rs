@@ -10,7 +10,9 @@
 //! | [`snapshot`], [`plan`](mod@plan) | the shapes of question and answer |
 //! | `cycle`, `board`, `place` | who is served in which order; the cluster as it fills; a place on one node |
 //! | [`occupancy`], `value` | what fits on a GPU; what its room is worth |
+//! | [`layout`] | static layouts, warm instances |
 //! | `nodes`, `explain` | whether a node can take a pod; why a request has no place |
+//! | [`check`] | whether a plan is legal, worked out the plain way |
 //! | [`protocol`] | how a placement becomes a bound pod |
 //!
 //! No I/O, no clock, no randomness, no GPU model known by name: geometry is data. The same input gives the same
@@ -18,8 +20,10 @@
 #![forbid(unsafe_code)]
 
 mod board;
+pub mod check;
 mod cycle;
 mod explain;
+pub mod layout;
 mod nodes;
 pub mod occupancy;
 mod place;

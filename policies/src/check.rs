@@ -1,0 +1,243 @@
+//! The one independent judge of plans: every rule of [`crate::snapshot`] checked the plain way, sharing nothing with the
+//! code that plans except the rules about nodes. Tests use it as their oracle; a program that does not trust a plan can,
+//! too.
+
+use std::collections::BTreeMap;
+
+use crate::nodes;
+use crate::plan::{PlacedDevice, Placement, Plan, PlannedInstance};
+use crate::snapshot::{
+    Capability, ConstraintKind, Geometry, Gpu, GpuIndex, InstanceState, NodeIndex, ProfileIndex, Request,
+    Snapshot, Want,
+};
+
+/// Every rule that the plan breaks, a sentence each. Empty: the plan is legal.
+pub fn violations(snapshot: &Snapshot, plan: &Plan) -> Vec<String> {
+    let mut broken = Vec::new();
+    answers(snapshot, plan, &mut broken);
+    for placement in &plan.placements {
+        let Some(request) = snapshot.requests.get(placement.request) else { continue };
+        if snapshot.nodes.get(placement.node).is_none() {
+            broken.push(format!("{}: there is no node {}", request.id, placement.node));
+            continue;
+        }
+        node_takes(snapshot, request, placement, &mut broken);
+        needs_met(snapshot, request, placement, &mut broken);
+        constraints_met(request, placement, &mut broken);
+    }
+    for (n, node) in snapshot.nodes.iter().enumerate() {
+        resources(snapshot, plan, n, &mut broken);
+        for g in 0..node.gpus.len() {
+            gpu(snapshot, plan, n, g, &mut broken);
+        }
+    }
+    broken
+}
+
+fn answers(snapshot: &Snapshot, plan: &Plan, broken: &mut Vec<String>) {
+    let mut answered: BTreeMap<usize, u32> = BTreeMap::new();
+    let placed = plan.placements.iter().map(|placement| placement.request);
+    for request in placed.chain(plan.refusals.iter().map(|refusal| refusal.request)) {
+        *answered.entry(request).or_default() += 1;
+    }
+    for request in 0..snapshot.requests.len() {
+        match answered.remove(&request).unwrap_or(0) {
+            1 => {}
+            times => broken.push(format!("request {request} is answered {times} times")),
+        }
+    }
+    broken.extend(answered.keys().map(|request| format!("there is no request {request}")));
+}
+
+fn node_takes(snapshot: &Snapshot, request: &Request, placement: &Placement, broken: &mut Vec<String>) {
+    let node = &snapshot.nodes[placement.node];
+    if let Some(misfit) = nodes::unsuitable(node, &request.pod) {
+        broken.push(format!("{}: {} cannot take it: {misfit:?}", request.id, node.name));
+    }
+    if request.avoid.contains(&placement.node) {
+        broken.push(format!("{}: {} was to be avoided", request.id, node.name));
+    }
+}
+
+/// The devices serve the needs one after the other, each by one of its alternatives.
+fn needs_met(snapshot: &Snapshot, request: &Request, placement: &Placement, broken: &mut Vec<String>) {
+    let mut devices = placement.devices.as_slice();
+    for need in &request.devices {
+        let named = devices.iter().take_while(|device| device.request == need.name).count();
+        let serves = |want: &&Want| {
+            let count = want.count as usize;
+            count <= named
+                && devices[..count].iter().all(|device| serves(snapshot, placement.node, want, device))
+        };
+        match need.alternatives.iter().find(serves) {
+            Some(want) => devices = &devices[want.count as usize..],
+            None => {
+                broken.push(format!("{}: {} is not met by {devices:?}", request.id, need.name));
+                return;
+            }
+        }
+    }
+    if !devices.is_empty() {
+        broken.push(format!("{}: got more than it wants: {devices:?}", request.id));
+    }
+}
+
+fn serves(snapshot: &Snapshot, node: NodeIndex, want: &Want, device: &PlacedDevice) -> bool {
+    let Some(gpu) = snapshot.nodes[node].gpus.get(device.gpu) else { return false };
+    let listed = want.gpus.as_ref().is_none_or(|gpus| gpus.contains(&(node, device.gpu)));
+    let kind = match device.instance {
+        None => want.whole,
+        Some(instance) => gpu
+            .geometry
+            .and_then(|geometry| want.profiles.get(&geometry))
+            .is_some_and(|profiles| profiles.contains(&instance.profile)),
+    };
+    listed && kind && want.subrequest == device.subrequest
+}
+
+fn constraints_met(request: &Request, placement: &Placement, broken: &mut Vec<String>) {
+    for (index, constraint) in request.constraints.iter().enumerate() {
+        let concerned = placement.devices.iter().filter(|device| {
+            let full = device.subrequest.as_ref().map(|sub| format!("{}/{sub}", device.request));
+            constraint.requests.is_empty()
+                || constraint.requests.contains(&device.request)
+                || full.is_some_and(|full| constraint.requests.contains(&full))
+        });
+        let values: Vec<Option<&String>> =
+            concerned.map(|device| constraint.values.get(&(placement.node, device.gpu))).collect();
+        let mut different = values.clone();
+        different.sort();
+        different.dedup();
+        let holds = !values.contains(&None)
+            && match constraint.kind {
+                ConstraintKind::Same => different.len() <= 1,
+                ConstraintKind::Distinct => different.len() == values.len(),
+            };
+        if !holds {
+            broken.push(format!("{}: constraint {index} does not hold for {values:?}", request.id));
+        }
+    }
+}
+
+fn resources(snapshot: &Snapshot, plan: &Plan, node: NodeIndex, broken: &mut Vec<String>) {
+    let mut used: BTreeMap<&str, i128> = BTreeMap::new();
+    for placement in plan.placements.iter().filter(|placement| placement.node == node) {
+        let Some(request) = snapshot.requests.get(placement.request) else { continue };
+        for (resource, milli) in &request.pod.milli {
+            *used.entry(resource).or_default() += milli;
+        }
+    }
+    let node = &snapshot.nodes[node];
+    for (resource, used) in used.into_iter().filter(|&(_, used)| used > 0) {
+        let free = node.free_milli.get(resource).copied().unwrap_or(0);
+        if used > free {
+            broken.push(format!("{}: {used} of {free} thousandths of {resource} used", node.name));
+        }
+    }
+}
+
+/// What is placed on one GPU fits together with what is taken there.
+fn gpu(snapshot: &Snapshot, plan: &Plan, node: NodeIndex, index: GpuIndex, broken: &mut Vec<String>) {
+    let gpu = &snapshot.nodes[node].gpus[index];
+    let here = plan.placements.iter().filter(|placement| placement.node == node);
+    let placed: Vec<&PlacedDevice> =
+        here.flat_map(|placement| &placement.devices).filter(|device| device.gpu == index).collect();
+    if placed.is_empty() {
+        return;
+    }
+    let mut wrong =
+        |what: String| broken.push(format!("{} on {}: {what}", gpu.uuid, snapshot.nodes[node].name));
+    if let Some(reason) = &gpu.closed {
+        wrong(format!("it is closed: {reason}"));
+    }
+    if gpu.taken_whole {
+        wrong("it is somebody's as a whole".into());
+    }
+    let taken = || gpu.instances.iter().filter(|instance| instance.state == InstanceState::Taken);
+    if placed.iter().any(|device| device.instance.is_none()) {
+        if placed.len() > 1 || taken().next().is_some() {
+            wrong("handed out whole, and not alone".into());
+        }
+        if gpu.whole == Capability::No {
+            wrong("it cannot be handed out whole".into());
+        }
+        return;
+    }
+    if gpu.mig == Capability::No {
+        wrong("it cannot have instances".into());
+    }
+    if gpu.mig == Capability::AfterSwitch && taken().any(|instance| instance.exists) {
+        wrong("its MIG mode is to be switched with something on it".into());
+    }
+    let Some(geometry) = gpu.geometry.and_then(|geometry| snapshot.geometries.get(geometry)) else {
+        wrong("it has no geometry".into());
+        return;
+    };
+    let mut spans: Vec<(u32, u32)> =
+        taken().map(|instance| (instance.start, instance.start + instance.size)).collect();
+    let mut profiles: Vec<ProfileIndex> = taken().filter_map(|instance| instance.profile).collect();
+    for instance in placed.iter().filter_map(|device| device.instance) {
+        match geometry.profiles.get(instance.profile) {
+            Some(profile) if profile.starts.contains(&instance.start) => {
+                spans.push((instance.start, instance.start + profile.size));
+                profiles.push(instance.profile);
+            }
+            _ => wrong(format!("no such placement: {instance:?}")),
+        }
+        if !gpu.allowed.contains(&instance.profile) {
+            wrong(format!("the policy does not allow {instance:?}"));
+        }
+        free_instance(gpu, instance, &mut wrong);
+    }
+    for (i, a) in spans.iter().enumerate() {
+        if a.1 > geometry.memory_slices {
+            wrong(format!("{a:?} ends beyond its slices"));
+        }
+        for b in spans[i + 1..].iter().filter(|b| a.0 < b.1 && b.0 < a.1) {
+            wrong(format!("{a:?} and {b:?} overlap"));
+        }
+    }
+    budgets(geometry, &profiles, &mut wrong);
+}
+
+/// An instance is said to exist exactly if it does, and a stated layout is kept.
+fn free_instance(gpu: &Gpu, planned: PlannedInstance, wrong: &mut impl FnMut(String)) {
+    let there = gpu.instances.iter().find(|instance| {
+        instance.state != InstanceState::Taken
+            && instance.profile == Some(planned.profile)
+            && instance.start == planned.start
+    });
+    if planned.exists && !there.is_some_and(|instance| instance.exists) {
+        wrong(format!("{planned:?} does not exist"));
+    }
+    if gpu.fixed && there.is_none() {
+        wrong(format!("{planned:?} is not in its stated layout"));
+    }
+}
+
+fn budgets(geometry: &Geometry, profiles: &[ProfileIndex], wrong: &mut impl FnMut(String)) {
+    let used = |engine: fn(&crate::snapshot::Engines) -> u32| -> u32 {
+        profiles
+            .iter()
+            .filter_map(|&p| geometry.profiles.get(p))
+            .map(|profile| engine(&profile.engines))
+            .sum()
+    };
+    let all = &geometry.engines;
+    for (name, used, all) in [
+        ("decoders", used(|e| e.decoder), all.decoder),
+        ("encoders", used(|e| e.encoder), all.encoder),
+        ("JPEG engines", used(|e| e.jpeg), all.jpeg),
+        ("OFA engines", used(|e| e.ofa), all.ofa),
+    ] {
+        if used > all {
+            wrong(format!("{used} of {all} {name} used"));
+        }
+    }
+    for (index, profile) in geometry.profiles.iter().enumerate() {
+        let number = profiles.iter().filter(|&&p| p == index).count();
+        if number > profile.max_instances as usize {
+            wrong(format!("{number} of {}, at most {} fit", profile.name, profile.max_instances));
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Plans are legal, complete, and the same everywhere.
+
+mod common;
+
+use common::*;
+use kerf_planner::check::violations;
+use kerf_planner::plan;
+use kerf_planner::snapshot::*;
+use proptest::prelude::*;
+
+fn world(seed: u64, nodes: usize, gpus: usize, requests: usize) -> Snapshot {
+    let mut dice = Dice(seed);
+    let mut snapshot = random_cluster(&mut dice, nodes, gpus, geometries());
+    for id in 0..requests {
+        let needs = 1 + usize::from(dice.percent(30)) + usize::from(dice.percent(10));
+        let request = random_request(&mut dice, id, needs, &snapshot);
+        snapshot.requests.push(request);
+    }
+    snapshot
+}
+
+/// The plan with GPUs' UUIDs for indices and without sentences.
+fn by_uuid(snapshot: &Snapshot) -> Vec<String> {
+    let plan = plan(snapshot);
+    let place = |p: &kerf_planner::plan::Placement| {
+        let devices = p.devices.iter().map(|d| (&snapshot.nodes[p.node].gpus[d.gpu].uuid, d.instance));
+        format!("{} {:?}", snapshot.requests[p.request].id, devices.collect::<Vec<_>>())
+    };
+    plan.placements.iter().map(place).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn plans_are_legal(seed: u64, nodes in 1usize..6, gpus in 0usize..5, requests in 0usize..25) {
+        let snapshot = world(seed, nodes, gpus, requests);
+        let plan = plan(&snapshot);
+        prop_assert_eq!(violations(&snapshot, &plan), Vec::<String>::new());
+    }
+
+    #[test]
+    fn a_request_is_placed_exactly_if_there_is_a_place(seed: u64, nodes in 1usize..3, gpus in 1usize..3) {
+        let snapshot = world(seed, nodes, gpus, 1);
+        let devices: u32 = snapshot.requests[0].devices.iter().map(|d| d.alternatives[0].count).sum();
+        prop_assume!(devices <= 3);
+        let placed = !plan(&snapshot).placements.is_empty();
+        prop_assert_eq!(placed, brute_force(&snapshot), "{:?}", plan(&snapshot));
+    }
+
+    #[test]
+    fn names_and_their_order_decide_nothing(seed: u64, nodes in 2usize..6, gpus in 1usize..4, requests in 1usize..15) {
+        let before = world(seed, nodes, gpus, requests);
+        let mut after = before.clone();
+        // Names backwards, and nodes in the order of their new names: everything that names a node by index follows.
+        after.nodes.reverse();
+        for (n, node) in after.nodes.iter_mut().enumerate() {
+            node.name = format!("other{n}");
+        }
+        let moved = |node: usize| nodes - 1 - node;
+        for request in &mut after.requests {
+            request.avoid = request.avoid.iter().map(|&node| moved(node)).collect();
+            for constraint in &mut request.constraints {
+                let values = std::mem::take(&mut constraint.values).into_iter();
+                constraint.values = values.map(|((node, gpu), value)| ((moved(node), gpu), value)).collect();
+            }
+            for want in request.devices.iter_mut().flat_map(|need| &mut need.alternatives) {
+                want.gpus = want.gpus.as_ref().map(|set| set.iter().map(|&(n, g)| (moved(n), g)).collect());
+            }
+        }
+        prop_assert_eq!(by_uuid(&before), by_uuid(&after));
+    }
+
+    #[test]
+    fn an_empty_node_more_hinders_no_request(seed: u64, nodes in 1usize..4, gpus in 1usize..4) {
+        let mut snapshot = world(seed, nodes, gpus, 1);
+        let placed = !plan(&snapshot).placements.is_empty();
+        let geometry = snapshot.geometries[0].clone();
+        snapshot.nodes.push(node("new", vec![gpu("GPU-new", 0, &geometry)]));
+        prop_assert!(!placed || !plan(&snapshot).placements.is_empty());
+    }
+
+    #[test]
+    fn an_empty_node_more_hinders_none_of_many_equal_requests(seed: u64, nodes in 1usize..4, gpus in 1usize..4) {
+        let mut snapshot = world(seed, nodes, gpus, 1);
+        let mut one = snapshot.requests[0].clone();
+        // Of one profile each: with a choice of sizes, more room may well lead to fewer, larger devices.
+        one.devices.truncate(1);
+        one.devices[0].alternatives.truncate(1);
+        let want = &one.devices[0].alternatives[0];
+        prop_assume!(!want.whole && want.profiles.values().all(|profiles| profiles.len() == 1));
+        snapshot.requests = (0..12).map(|i| Request { id: format!("p{i}"), ..one.clone() }).collect();
+        let before = plan(&snapshot).placements.len();
+        let geometry = snapshot.geometries[0].clone();
+        snapshot.nodes.push(node("new", vec![gpu("GPU-new", 0, &geometry)]));
+        prop_assert!(plan(&snapshot).placements.len() >= before);
+    }
+
+    #[test]
+    fn the_same_question_has_the_same_answer(seed: u64, nodes in 1usize..5, gpus in 1usize..4, requests in 0usize..20) {
+        prop_assert_eq!(plan(&world(seed, nodes, gpus, requests)), plan(&world(seed, nodes, gpus, requests)));
+    }
+
+    #[test]
+    fn what_is_placed_stays_placed(seed: u64, nodes in 1usize..5, gpus in 1usize..4, requests in 0usize..20) {
+        // What is refused in a cycle is refused by the next one, too: nothing came free.
+        let snapshot = world(seed, nodes, gpus, requests);
+        let first = plan(&snapshot);
+        let mut later = carry_out(&snapshot, &first);
+        later.requests = first.refusals.iter().map(|refusal| snapshot.requests[refusal.request].clone()).collect();
+        prop_assert_eq!(plan(&later).placements, vec![]);
+    }
+}
