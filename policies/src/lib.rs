@@ -24,7 +24,7 @@ pub mod check;
 mod cycle;
 mod explain;
 pub mod layout;
-mod nodes;
+pub mod nodes;
 pub mod occupancy;
 mod place;
 pub mod plan;

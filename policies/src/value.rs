@@ -1,14 +1,16 @@
 //! What a GPU's room is worth, and so what a placement costs.
 //!
-//! The worth of a GPU is the number of placements that it could still serve, each weighted by how rare its kind is:
-//! every profile name, and the whole GPU, is worth the same in total, shared out over all the places that the open GPUs
-//! of the cluster have for it. Hence a start that spoils fewer placements costs less, an empty GPU costs more than a
-//! started one (it still serves its largest profile), and a scarce model costs more than a common one.
+//! The worth of a GPU is the number of placements that it could still serve, each weighted by how rare its kind is.
+//! Two demands are assumed for every profile name, equal in total: one that any model serves, shared out over all the
+//! places that the open GPUs of the cluster have for the name, and one for each model that has it, shared out over the
+//! places on that model. A whole GPU counts as one more kind. Hence a start that spoils fewer placements costs less, an
+//! empty GPU costs more than a started one (it still serves its largest profile), and a scarce model costs more than a
+//! common one.
 
 use std::collections::BTreeMap;
 
 use crate::occupancy::{Device, GpuState};
-use crate::snapshot::{Capability, Geometry, GeometryIndex, Snapshot, Want};
+use crate::snapshot::{Capability, Geometry, GeometryIndex, Profile, Snapshot, Want};
 
 /// Worth of all places of one kind together.
 const KIND: u64 = 1 << 40;
@@ -26,19 +28,29 @@ impl Weights {
     /// Weights by what the open GPUs of the snapshot could serve if they were empty.
     pub fn of(snapshot: &Snapshot) -> Self {
         let mut places: BTreeMap<&str, u64> = BTreeMap::new();
+        let mut gpus = vec![0u64; snapshot.geometries.len()];
         let mut whole = 0u64;
         for gpu in snapshot.nodes.iter().flat_map(|node| &node.gpus).filter(|gpu| gpu.closed.is_none()) {
             whole += u64::from(gpu.whole != Capability::No);
-            let Some(geometry) = gpu.geometry.and_then(|index| snapshot.geometries.get(index)) else {
+            let Some((index, geometry)) = gpu.geometry.and_then(|i| Some((i, snapshot.geometries.get(i)?)))
+            else {
                 continue;
             };
+            gpus[index] += 1;
             for profile in gpu.allowed.iter().filter_map(|&index| geometry.profiles.get(index)) {
                 *places.entry(&profile.name).or_default() += profile.starts.len() as u64;
             }
         }
-        let weight = |name: &str| KIND / places.get(name).copied().unwrap_or(1).max(1);
-        let of_geometry = |geometry: &Geometry| geometry.profiles.iter().map(|p| weight(&p.name)).collect();
-        Self { place: snapshot.geometries.iter().map(of_geometry).collect(), whole: KIND / whole.max(1) }
+        let share = |places: u64| KIND / places.max(1);
+        let of_geometry = |(geometry, gpus): (&Geometry, &u64)| {
+            let weight = |profile: &Profile| {
+                let of_any_model = places.get(profile.name.as_str()).copied().unwrap_or(0);
+                share(of_any_model) + share(gpus * profile.starts.len() as u64)
+            };
+            geometry.profiles.iter().map(weight).collect()
+        };
+        let place = snapshot.geometries.iter().zip(&gpus).map(of_geometry).collect();
+        Self { place, whole: share(whole) }
     }
 
     /// Worth of a GPU in this state.
