@@ -3,7 +3,7 @@
 mod common;
 
 use common::TestNode;
-use kerf_sim::{GpuSpec, MigUuids, Model, NodeSpec};
+use kerf_sim::{Driver, GpuSpec, MigUuids, Model, NodeSpec};
 use nvml_wrapper::Nvml;
 use nvml_wrapper::error::NvmlError;
 
@@ -52,6 +52,18 @@ fn mig_devices_of_mixed_models_are_found_by_uuid_and_lead_back_to_their_gpu() {
         assert_eq!(device.index().unwrap(), 0);
         assert!(device.running_compute_processes().unwrap().is_empty());
     }
+}
+
+#[test]
+fn an_old_driver_has_uuids_of_the_old_form() {
+    let driver = Driver { version: "460.106.00".into(), ..Driver::default() };
+    let gpus = vec![GpuSpec::new("a100-40").in_mig_mode()];
+    let test = TestNode::of(NodeSpec { driver, ..NodeSpec::new("n", gpus) });
+    let gi = test.node.create_instance(0, "1g.5gb", None, true).unwrap();
+    let instance = test.node.instances().unwrap().remove(0);
+    assert_eq!(instance.compute[0].1, format!("MIG-{}/{gi}/0", instance.gpu_uuid));
+    let nvml = open(&test);
+    assert!(nvml.device_by_uuid(instance.compute[0].1.as_str()).unwrap().mig_is_mig_device_handle().unwrap());
 }
 
 #[test]

@@ -90,6 +90,7 @@ impl State {
     ) -> Result<u32> {
         let nth = self.creations + 1;
         let fresh = self.options.mig_uuids == MigUuids::Fresh;
+        let old_names = self.driver.has_old_mig_uuids();
         let target = self.gpu_mut(gpu)?;
         let mig = in_mig_mode(target, model)?;
         let gpu_uuid = target.uuid.clone();
@@ -103,7 +104,10 @@ impl State {
             true => format!("{gpu_instance}/{start}/{nth}"),
             false => format!("{gpu_instance}/{start}"),
         };
-        let uuid = format!("MIG-{}", uuid::derived(&gpu_uuid, &name));
+        let uuid = match old_names {
+            true => format!("MIG-{gpu_uuid}/{gpu_instance}/{id}"),
+            false => format!("MIG-{}", uuid::derived(&gpu_uuid, &name)),
+        };
         instance.compute.push(ComputeInstance {
             id,
             profile: profile.id,

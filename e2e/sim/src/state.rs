@@ -44,6 +44,14 @@ pub struct Driver {
     pub loaded: bool,
 }
 
+impl Driver {
+    /// Whether MIG UUIDs are `MIG-GPU-<uuid>/<gi>/<ci>`, as up to R460, instead of proper UUIDs.
+    pub fn has_old_mig_uuids(&self) -> bool {
+        let branch = self.version.split('.').next().and_then(|branch| branch.parse().ok());
+        branch.is_some_and(|branch: u32| branch < 470)
+    }
+}
+
 /// Behaviour in which installations differ.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Options {
