@@ -12,8 +12,11 @@ pub mod helper;
 pub mod images;
 pub mod install;
 pub mod kerf;
+pub mod proxy;
 pub mod shared;
 pub mod wait;
 
-pub use cluster::{Boot, Cluster, ClusterOptions, Component, ControlPlaneOptions, Node, NodeOptions, OnBoot};
+pub use cluster::{
+    Boot, Cluster, ClusterOptions, Component, ControlPlaneOptions, Node, NodeOptions, OnBoot, Program,
+};
 pub use wait::{Seen, eventually, wait_pod_phase};

@@ -128,7 +128,6 @@ impl Cluster {
         }
     }
 
-    #[expect(clippy::type_complexity, reason = "the parts of a cluster, named where they are put together")]
     async fn start_watched(
         options: ClusterOptions,
         toolchain: Toolchain,

@@ -330,7 +330,7 @@ impl Node {
             scratch: self.dir.join("scratch"),
             binds: self.binds(),
             proc_files,
-            machine_id: format!("{:0>32x}", u32::from(self.setup.slot) << 16 | u32::from(self.index) + 1),
+            machine_id: format!("{:0>32x}", (u32::from(self.setup.slot) << 16) + u32::from(self.index) + 1),
         })
     }
 

@@ -75,7 +75,10 @@ impl Process {
         fs::read_to_string(&self.pid_file).ok()?.trim().parse().ok()
     }
 
-    /// The program's process id; waits for its start.
+    /// The program's process id in the host's numbering; waits for its start, which takes milliseconds.
+    ///
+    /// # Errors
+    /// It has ended.
     pub(crate) async fn started(&mut self) -> Result<u32> {
         let limit = Instant::now() + Duration::from_secs(30);
         loop {
@@ -90,7 +93,10 @@ impl Process {
         }
     }
 
-    /// An error with the end of its log if the program has ended.
+    /// Fails if the program has ended.
+    ///
+    /// # Errors
+    /// See above; the message has its exit status and the end of its log.
     pub(crate) fn check(&mut self) -> Result<()> {
         if let Some(status) = self.child.try_wait().context("failed to look after a process")? {
             bail!(
@@ -104,6 +110,9 @@ impl Process {
     }
 
     /// Ends the program: SIGTERM and, after the grace, SIGKILL; with no grace, SIGKILL at once. Returns when it is dead.
+    ///
+    /// # Errors
+    /// It cannot be signalled.
     pub(crate) async fn stop(mut self, grace: Duration) -> Result<ExitStatus> {
         let pid = match self.started().await {
             Ok(pid) => pid,

@@ -4,6 +4,8 @@
 use std::env;
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 
@@ -36,15 +38,19 @@ pub(crate) fn lock(cache: &Path, progress: &dyn Fn(&str)) -> Result<File> {
         .write(true)
         .open(&path)
         .with_context(|| format!("failed to open {}", path.display()))?;
-    match file.try_lock() {
-        Ok(()) => {}
-        Err(TryLockError::WouldBlock) => {
+    // Others hold it for a moment when they look, and for minutes when they build.
+    for waited in 0.. {
+        match file.try_lock() {
+            Ok(()) => break,
+            Err(TryLockError::WouldBlock) => {}
+            Err(TryLockError::Error(error)) => {
+                return Err(error).with_context(|| format!("failed to lock {}", path.display()));
+            }
+        }
+        if waited == 40 {
             progress("waiting for another process that is building the toolchain");
-            file.lock().with_context(|| format!("failed to lock {}", path.display()))?;
         }
-        Err(TryLockError::Error(error)) => {
-            return Err(error).with_context(|| format!("failed to lock {}", path.display()));
-        }
+        sleep(Duration::from_millis(50));
     }
     Ok(file)
 }
