@@ -46,7 +46,8 @@ pub struct WebhookConfig {
     pub secret: String,
     /// Name of the Service through which the API server reaches the webhook.
     pub service: String,
-    /// Further names and IP addresses at which the API server may reach it (`clientConfig.url`).
+    /// Further names and IP addresses at which an API server may reach it (`clientConfig.url`): loopback, for one that
+    /// shares the operator's host.
     pub extra_names: Vec<String>,
     /// Name of both the Mutating- and the ValidatingWebhookConfiguration.
     pub configuration: String,
@@ -60,7 +61,7 @@ impl Default for WebhookConfig {
             namespace: "kerf-system".to_owned(),
             secret: "kerf-webhook-certificate".to_owned(),
             service: "kerf-webhook".to_owned(),
-            extra_names: Vec::new(),
+            extra_names: ["localhost", "127.0.0.1"].map(str::to_owned).to_vec(),
             configuration: "kerf".to_owned(),
         }
     }

@@ -12,9 +12,12 @@ use kerf_crds::{
     GpuNode, PartitionPolicySpec,
     gpu_node::Geometry,
     partition_policy::{Disturb, LayoutEntry, MigMode, MigPolicy},
+    profile,
 };
+use kerf_planner::layout::pack_layout;
 
 use super::{denial::Denial, selector};
+use crate::scheduler::snapshot::convert;
 
 /// What there is to say of a policy.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -186,18 +189,32 @@ fn bad_start(geometry: &Geometry, layout: &[LayoutEntry]) -> Option<String> {
     })
 }
 
-/// Whether the instances have room, by their memory slices.
+/// Whether an empty GPU can have all instances at once.
 fn pack(geometry: &Geometry, layout: &[LayoutEntry]) -> Result<(), String> {
-    let slices: u32 = layout
-        .iter()
-        .filter_map(|entry| Some(geometry.profile(&entry.profile)?.size.saturating_mul(entry.count)))
-        .fold(0, u32::saturating_add);
-    if slices <= geometry.memory_slices {
+    let model = convert(geometry);
+    let index = |entry: &LayoutEntry| {
+        geometry.profiles.iter().position(|one| profile::same(&one.name, &entry.profile))
+    };
+    let wanted: Vec<_> =
+        layout.iter().filter_map(|entry| Some((index(entry)?, entry.count, entry.start))).collect();
+    if pack_layout(&model, &wanted).is_some() {
         return Ok(());
     }
-    Err(format!("it needs {slices} memory slices, and the GPU has {}", geometry.memory_slices))
+    let slices =
+        |entry: &LayoutEntry| Some(geometry.profile(&entry.profile)?.size.saturating_mul(entry.count));
+    let needed: u32 = layout.iter().filter_map(slices).fold(0, u32::saturating_add);
+    if needed > geometry.memory_slices {
+        return Err(format!("it needs {needed} memory slices, and the GPU has {}", geometry.memory_slices));
+    }
+    Err("its instances cannot be placed together: places, compute slices or engines run out; take fewer or smaller \
+         profiles, or leave out 'start'"
+        .to_owned())
 }
 
 fn join<'a>(items: impl IntoIterator<Item = &'a str>, separator: &str) -> String {
     items.into_iter().collect::<Vec<_>>().join(separator)
 }
+
+#[cfg(test)]
+#[path = "policies_tests.rs"]
+mod tests;
