@@ -1,1 +1,35 @@
-//! (being written)
+//! kubelet's DRA plugin: makes the claims of a pod ready before its containers start, and takes them back after.
+//!
+//! ```text
+//!  kubelet ─▶ <registry>/gpu.kerf.dev-reg.sock ─▶ registration
+//!          ─▶ <plugins>/gpu.kerf.dev/dra.sock ──▶ service ─▶ prepare ─▶ authorize (pure) ─▶ prepared ─▶ checkpoint ─▶ CDI
+//!                                                    │                   claim ▲ API, spec ▲, inventory ▲
+//!                                                    └───▶ health ◀── inventory
+//! ```
+//!
+//! Invariants:
+//! - A claim is written down ([`crate::prepared`], then [`Checkpoint`], then its CDI spec) before kubelet hears that it
+//!   is prepared, and forgotten in the opposite order. So whatever a crash leaves, a device in a container's hands is in
+//!   at least one of the three, and [`Checkpoint::open`] restores the others from it.
+//! - What is prepared stays prepared without the API server; only a claim's first Prepare reads it there.
+//! - Kubernetes checks neither node nor double use: [`authorize()`] does.
+
+mod authorize;
+mod checkpoint;
+mod health;
+mod prepare;
+mod proto;
+mod reader;
+mod reconcile;
+mod registration;
+mod server;
+mod service;
+mod socket;
+#[cfg(test)]
+mod testing;
+
+pub use authorize::{PrepareError, authorize, confirm};
+pub use checkpoint::{Checkpoint, Recovered};
+pub use reader::{ClaimReader, ReadError, from_api};
+pub use reconcile::{claims_in_status, restore};
+pub use server::Plugin;

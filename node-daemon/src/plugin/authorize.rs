@@ -1,0 +1,401 @@
+//! Whether a claim may have the devices that its allocation names. Pure: everything it looks at is an argument.
+//!
+//! Kubernetes does not check this: kubelet prepares whatever claim a pod has, also one that is allocated on another
+//! node, and the API server lets one device stand in two claims. The record of who may have what is `GpuNode.spec`.
+
+use k8s_openapi::api::resource::v1::{DeviceRequestAllocationResult, ResourceClaim};
+use kerf_crds::GpuNodeSpec;
+use kerf_crds::gpu_node::{ClaimOwner, ClaimReference, Owner, Partition, Reason, WantedInstance};
+use kerf_crds::names::{DRIVER, instance_device};
+
+use crate::inventory::{Gpu, Instance, Inventory, Process};
+use crate::prepared::{DeviceKey, Prepared, PreparedClaims, PreparedDevice, holders};
+
+/// Why a claim is not prepared. Each says what is wrong, where, and what would be right.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum PrepareError {
+    #[error("claim {0} does not exist; a pod that uses it must be created anew, with a claim that does")]
+    NotFound(String),
+    #[error(
+        "claim {claim} has UID {found}, not {asked}: it was deleted and made again under the same name; the pod must be created anew"
+    )]
+    OtherUid { claim: String, found: String, asked: String },
+    #[error("claim {0} is not allocated; Kerf's operator allocates it once the pod's partitions are planned")]
+    NotAllocated(String),
+    #[error(
+        "claim {claim}, request '{request}': the allocation names pool '{pool}', but this is node '{node}', which has only pool '{node}'; the pod must run on the node that its claim is allocated on"
+    )]
+    OtherNode { claim: String, request: String, pool: String, node: String },
+    #[error(
+        "GpuNode '{node}' has no partition for claim {claim}, request '{request}'; only what is written in its spec is handed out"
+    )]
+    NotPlanned { claim: String, request: String, node: String },
+    #[error(
+        "claim {claim}, request '{request}': the allocation names device '{device}', but GpuNode '{node}' plans {planned} for it"
+    )]
+    OtherDevice { claim: String, request: String, device: String, node: String, planned: String },
+    #[error(
+        "claim {claim}, request '{request}': GpuNode '{node}' plans it for pod {pod} (UID {pod_uid}), which is not among the pods that the claim is reserved for"
+    )]
+    OtherPod { claim: String, request: String, node: String, pod: String, pod_uid: String },
+    #[error("{device}: no GPU {gpu} on this node")]
+    NoSuchGpu { device: String, gpu: String },
+    #[error("{device}: GPU {gpu} is not managed by Kerf: {} ({})", .why.message, .why.reason)]
+    Unmanaged { device: String, gpu: String, why: Reason },
+    #[error("{device}: the hardware has failed: {} ({})", .why.message, .why.reason)]
+    Unhealthy { device: String, why: Reason },
+    #[error("{device}: NVML is not available on this node: {} ({})", .why.message, .why.reason)]
+    Unavailable { device: String, why: Reason },
+    #[error(
+        "{device}: the instance at this place was not made by Kerf, which does not hand out what is not its own"
+    )]
+    Foreign { device: String },
+    #[error("{device}: {why}")]
+    NotThere { device: String, why: String },
+    #[error("{device} is still prepared for claim {}/{} (UID {}); it passes on after that claim's Unprepare", .by.namespace, .by.name, .by.uid)]
+    Held { device: String, by: ClaimReference },
+    #[error("{device} is still used by {processes}; it passes on when no process is on it")]
+    InUse { device: String, processes: String },
+    #[error("{device}: GpuNode '{node}' now plans its place for claim {other}")]
+    PassedOn { device: String, node: String, other: String },
+    #[error("this daemon has not read {0} yet")]
+    NotRead(&'static str),
+}
+
+impl PrepareError {
+    /// Whether it can come right by itself within the time that kubelet waits: the API server's word is on its way
+    /// (spec and claim are written one after the other and seen in any order), or the hardware's state is changing.
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Self::NotAllocated(_)
+            | Self::NotPlanned { .. }
+            | Self::OtherDevice { .. }
+            | Self::OtherPod { .. }
+            | Self::Unavailable { .. }
+            | Self::NotThere { .. }
+            | Self::Held { .. }
+            | Self::InUse { .. }
+            | Self::PassedOn { .. }
+            | Self::NotRead(_) => true,
+            Self::NotFound(_)
+            | Self::OtherUid { .. }
+            | Self::OtherNode { .. }
+            | Self::NoSuchGpu { .. }
+            | Self::Unmanaged { .. }
+            | Self::Unhealthy { .. }
+            | Self::Foreign { .. } => false,
+        }
+    }
+}
+
+/// The devices of `claim`, all of them there and free, or why not.
+///
+/// `asked` is the claim that kubelet asks for; `node` this node's name, which is also its pool's; `prepared` the claims
+/// that hold devices now. The `cdi` names of the result are left empty.
+pub fn authorize(
+    claim: &ResourceClaim,
+    asked: &ClaimReference,
+    node: &str,
+    spec: &GpuNodeSpec,
+    inventory: &Inventory,
+    prepared: &PreparedClaims,
+) -> Result<Vec<PreparedDevice>, PrepareError> {
+    let name = claim_name(asked);
+    let found = claim.metadata.uid.as_deref().unwrap_or_default();
+    if found != asked.uid {
+        return Err(PrepareError::OtherUid {
+            claim: name,
+            found: found.to_owned(),
+            asked: asked.uid.clone(),
+        });
+    }
+    let ours: Vec<_> = results(claim).filter(|result| result.driver == DRIVER).collect();
+    if ours.is_empty() {
+        return Err(PrepareError::NotAllocated(name));
+    }
+    ours.into_iter()
+        .map(|result| {
+            if result.pool != node {
+                return Err(PrepareError::OtherNode {
+                    claim: name.clone(),
+                    request: result.request.clone(),
+                    pool: result.pool.clone(),
+                    node: node.to_owned(),
+                });
+            }
+            let partition = planned(claim, asked, result, node, spec, inventory)?;
+            let device = present(&partition.gpu, partition.instance.as_ref(), &result.device, inventory)?;
+            device.free(&result.device, &asked.uid, prepared)?;
+            Ok(device.into_prepared(&result.request, &result.device))
+        })
+        .collect()
+}
+
+/// Whether the devices of a claim that is prepared already are still there; the result has their present UUIDs, which a
+/// reboot may have changed.
+pub fn confirm(
+    record: &Prepared,
+    node: &str,
+    spec: Option<&GpuNodeSpec>,
+    inventory: &Inventory,
+) -> Result<Vec<PreparedDevice>, PrepareError> {
+    record.devices.iter().map(|device| confirm_one(record, device, node, spec, inventory)).collect()
+}
+
+fn confirm_one(
+    record: &Prepared,
+    device: &PreparedDevice,
+    node: &str,
+    spec: Option<&GpuNodeSpec>,
+    inventory: &Inventory,
+) -> Result<PreparedDevice, PrepareError> {
+    // While a claim is prepared nothing else is made in its place, but a reboot empties all places.
+    let other = spec.and_then(|spec| owner_of(spec, &device.key, &record.claim));
+    if let Some(other) = other {
+        return Err(PrepareError::PassedOn {
+            device: device.device.clone(),
+            node: node.to_owned(),
+            other: format!("{}/{}", other.namespace, other.name),
+        });
+    }
+    let gpu = gpu_of(inventory, &device.key.gpu, &device.device)?;
+    let found = match device.key.placement {
+        None => whole(gpu, &device.device)?,
+        Some(placement) => {
+            let instance = gpu.instance_at(placement).filter(|instance| {
+                instance_device(&gpu.name, instance.profile_id, placement.start) == device.device
+            });
+            complete(gpu, instance, &device.device)?
+        }
+    };
+    if found.foreign() && found.uuid() != device.uuid {
+        return Err(PrepareError::Foreign { device: device.device.clone() });
+    }
+    Ok(PreparedDevice { uuid: found.uuid().to_owned(), ..device.clone() })
+}
+
+/// The claim, other than `own`, that the spec gives a place overlapping `key` to.
+fn owner_of<'a>(spec: &'a GpuNodeSpec, key: &DeviceKey, own: &ClaimReference) -> Option<&'a ClaimOwner> {
+    spec.partitions.iter().find_map(|partition| match &partition.owner {
+        Owner::Claim(owner)
+            if (&owner.namespace, &owner.name) != (&own.namespace, &own.name)
+                && key_of(&partition.gpu, partition.instance.as_ref()).overlaps(key) =>
+        {
+            Some(owner)
+        }
+        _ => None,
+    })
+}
+
+fn results(claim: &ResourceClaim) -> impl Iterator<Item = &DeviceRequestAllocationResult> {
+    let allocation = claim.status.as_ref().and_then(|status| status.allocation.as_ref());
+    allocation
+        .and_then(|allocation| allocation.devices.as_ref())
+        .and_then(|devices| devices.results.as_ref())
+        .into_iter()
+        .flatten()
+}
+
+/// The spec's entry for one result of the allocation.
+fn planned<'a>(
+    claim: &ResourceClaim,
+    asked: &ClaimReference,
+    result: &DeviceRequestAllocationResult,
+    node: &str,
+    spec: &'a GpuNodeSpec,
+    inventory: &Inventory,
+) -> Result<&'a Partition, PrepareError> {
+    let mine: Vec<(&Partition, &ClaimOwner)> = spec
+        .partitions
+        .iter()
+        .filter_map(|partition| match &partition.owner {
+            Owner::Claim(owner) => Some((partition, owner)),
+            Owner::Policy(_) | Owner::Reservation(_) => None,
+        })
+        .filter(|(_, owner)| {
+            (&owner.namespace, &owner.name, &owner.request)
+                == (&asked.namespace, &asked.name, &result.request)
+        })
+        .collect();
+    if mine.is_empty() {
+        return Err(PrepareError::NotPlanned {
+            claim: claim_name(asked),
+            request: result.request.clone(),
+            node: node.to_owned(),
+        });
+    }
+    let names: Vec<String> = mine.iter().map(|(partition, _)| planned_name(partition, inventory)).collect();
+    let Some(index) = names.iter().position(|name| *name == result.device) else {
+        return Err(PrepareError::OtherDevice {
+            claim: claim_name(asked),
+            request: result.request.clone(),
+            device: result.device.clone(),
+            node: node.to_owned(),
+            planned: names.join(", "),
+        });
+    };
+    let (partition, owner) = mine[index];
+    let reserved = claim.status.as_ref().and_then(|status| status.reserved_for.as_ref());
+    let for_pod = reserved.into_iter().flatten().any(|consumer| {
+        consumer.resource == "pods"
+            && consumer.api_group.as_deref().unwrap_or_default().is_empty()
+            && consumer.uid == owner.pod_uid
+    });
+    if !for_pod {
+        return Err(PrepareError::OtherPod {
+            claim: claim_name(asked),
+            request: result.request.clone(),
+            node: node.to_owned(),
+            pod: format!("{}/{}", owner.namespace, owner.pod),
+            pod_uid: owner.pod_uid.clone(),
+        });
+    }
+    Ok(partition)
+}
+
+/// The name under which a partition's device is allocated; in words where the GPU or the profile is unknown here.
+fn planned_name(partition: &Partition, inventory: &Inventory) -> String {
+    let Some(gpu) = inventory.gpu(&partition.gpu) else {
+        return format!("a device on {}, which this node does not have", partition.gpu);
+    };
+    let Some(wanted) = &partition.instance else { return gpu.name.clone() };
+    let known = gpu.geometry.as_ref().and_then(|geometry| geometry.profile(&wanted.profile)).map(|p| p.id);
+    // Where the geometry cannot be read at the moment, an instance that is there knows its profile's id.
+    let there = || {
+        let instance = gpu.instance_at(wanted.placement)?;
+        kerf_crds::profile::same(&instance.profile, &wanted.profile).then_some(instance.profile_id)
+    };
+    match known.or_else(there) {
+        Some(id) => instance_device(&gpu.name, id, wanted.placement.start),
+        None => format!("profile {} on {}, which does not offer it", wanted.profile, gpu.name),
+    }
+}
+
+/// A device that exists, whole and healthy.
+enum Present<'a> {
+    Whole(&'a Gpu),
+    Instance(&'a Gpu, &'a Instance, &'a str),
+}
+
+fn present<'a>(
+    gpu: &str,
+    wanted: Option<&WantedInstance>,
+    device: &str,
+    inventory: &'a Inventory,
+) -> Result<Present<'a>, PrepareError> {
+    let gpu = gpu_of(inventory, gpu, device)?;
+    if let Some(why) = &gpu.unmanaged {
+        return Err(PrepareError::Unmanaged {
+            device: device.to_owned(),
+            gpu: gpu.uuid.clone(),
+            why: why.clone(),
+        });
+    }
+    let Some(wanted) = wanted else { return whole(gpu, device) };
+    let instance = gpu.instance_at(wanted.placement);
+    if instance.is_some_and(|instance| instance.foreign) {
+        return Err(PrepareError::Foreign { device: device.to_owned() });
+    }
+    let fitting = instance.filter(|instance| kerf_crds::profile::same(&instance.profile, &wanted.profile));
+    complete(gpu, fitting, device)
+}
+
+fn gpu_of<'a>(inventory: &'a Inventory, uuid: &str, device: &str) -> Result<&'a Gpu, PrepareError> {
+    if let Some(why) = &inventory.unavailable {
+        return Err(PrepareError::Unavailable { device: device.to_owned(), why: why.clone() });
+    }
+    let gpu = inventory
+        .gpu(uuid)
+        .ok_or_else(|| PrepareError::NoSuchGpu { device: device.to_owned(), gpu: uuid.to_owned() })?;
+    match &gpu.unhealthy {
+        Some(why) => Err(PrepareError::Unhealthy { device: device.to_owned(), why: why.clone() }),
+        None => Ok(gpu),
+    }
+}
+
+fn whole<'a>(gpu: &'a Gpu, device: &str) -> Result<Present<'a>, PrepareError> {
+    if gpu.mig.enabled {
+        let why = format!(
+            "GPU {} is in MIG mode, in which it cannot be used whole; it is not switched yet",
+            gpu.uuid
+        );
+        return Err(PrepareError::NotThere { device: device.to_owned(), why });
+    }
+    Ok(Present::Whole(gpu))
+}
+
+fn complete<'a>(
+    gpu: &'a Gpu,
+    instance: Option<&'a Instance>,
+    device: &str,
+) -> Result<Present<'a>, PrepareError> {
+    let not_there = |why: &str| PrepareError::NotThere {
+        device: device.to_owned(),
+        why: format!("{why} on GPU {}; the daemon makes it from GpuNode.spec", gpu.uuid),
+    };
+    let instance = instance.ok_or_else(|| not_there("the instance does not exist yet"))?;
+    if let Some(why) = &instance.unhealthy {
+        return Err(PrepareError::Unhealthy { device: device.to_owned(), why: why.clone() });
+    }
+    let compute = instance.device().ok_or_else(|| not_there("the compute instance does not exist yet"))?;
+    Ok(Present::Instance(gpu, instance, &compute.uuid))
+}
+
+impl Present<'_> {
+    fn key(&self) -> DeviceKey {
+        match self {
+            Self::Whole(gpu) => DeviceKey { gpu: gpu.uuid.clone(), placement: None },
+            Self::Instance(gpu, instance, _) => {
+                DeviceKey { gpu: gpu.uuid.clone(), placement: Some(instance.placement) }
+            }
+        }
+    }
+
+    fn uuid(&self) -> &str {
+        match self {
+            Self::Whole(gpu) => &gpu.uuid,
+            Self::Instance(_, _, uuid) => uuid,
+        }
+    }
+
+    fn foreign(&self) -> bool {
+        matches!(self, Self::Instance(_, instance, _) if instance.foreign)
+    }
+
+    fn processes(&self) -> &[Process] {
+        match self {
+            Self::Whole(gpu) => &gpu.processes,
+            Self::Instance(_, instance, _) => &instance.processes,
+        }
+    }
+
+    /// Nobody but the claim has it.
+    fn free(&self, device: &str, claim_uid: &str, prepared: &PreparedClaims) -> Result<(), PrepareError> {
+        if let Some(by) = holders(prepared, &self.key()).into_iter().find(|by| by.uid != claim_uid) {
+            return Err(PrepareError::Held { device: device.to_owned(), by });
+        }
+        if !self.processes().is_empty() {
+            let processes: Vec<_> = self.processes().iter().map(ToString::to_string).collect();
+            return Err(PrepareError::InUse { device: device.to_owned(), processes: processes.join(", ") });
+        }
+        Ok(())
+    }
+
+    fn into_prepared(self, request: &str, device: &str) -> PreparedDevice {
+        PreparedDevice {
+            request: request.to_owned(),
+            device: device.to_owned(),
+            key: self.key(),
+            uuid: self.uuid().to_owned(),
+            cdi: Vec::new(),
+        }
+    }
+}
+
+fn key_of(gpu: &str, instance: Option<&WantedInstance>) -> DeviceKey {
+    DeviceKey { gpu: gpu.to_owned(), placement: instance.map(|wanted| wanted.placement) }
+}
+
+pub(super) fn claim_name(claim: &ClaimReference) -> String {
+    format!("{}/{}", claim.namespace, claim.name)
+}

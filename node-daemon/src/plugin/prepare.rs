@@ -1,0 +1,265 @@
+//! One claim's Prepare and Unprepare.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kerf_crds::gpu_node::ClaimReference;
+use tokio::time::{Instant, sleep_until, timeout_at};
+
+use super::authorize::{PrepareError, authorize, claim_name, confirm};
+use super::checkpoint::{Checkpoint, is_uid};
+use super::reader::{ClaimReader, ReadError};
+use crate::cdi::{CdiStore, DriverFiles, NodesError, Toolkit, ToolkitError, claim_spec, device_id};
+use crate::node::NodeState;
+use crate::prepared::{Prepared, PreparedDevice, Refused};
+
+/// How long Prepare waits for what may come right. kubelet gives a call 45 s, and after an error it tries again only 60
+/// to 85 s later; so waiting costs less than failing, up to just below its limit.
+pub const PATIENCE: Duration = Duration::from_secs(40);
+
+/// The claim is read again this often while it is waited for: there is no watch on claims.
+const CLAIM_REREAD: Duration = Duration::from_secs(2);
+
+/// First pause after the API server failed to answer; doubled up to [`CLAIM_REREAD`].
+const FIRST_RETRY: Duration = Duration::from_millis(100);
+
+/// Why a claim is not prepared or not taken back.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    #[error("{0}")]
+    Refused(#[from] PrepareError),
+    #[error("cannot read claim {claim} from the API server: {source}")]
+    Read { claim: String, source: ReadError },
+    #[error("{0}")]
+    Store(#[from] Refused),
+    #[error("the device nodes cannot be given to a container: {0}")]
+    Nodes(#[from] NodesError),
+    #[error("the driver's libraries are not known: {0}")]
+    Toolkit(#[from] ToolkitError),
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    #[error("'{0}' is not a UID: letters, digits and '-' only")]
+    NotAUid(String),
+}
+
+impl Failure {
+    fn may_pass(&self) -> bool {
+        match self {
+            Self::Refused(error) => error.may_pass(),
+            // A device is condemned while it is destroyed, and held until its holder's Unprepare.
+            Self::Store(Refused::Held { .. } | Refused::Condemned { .. }) => true,
+            // The instance was destroyed and made again between the scan and now, or its files are on their way.
+            Self::Nodes(_) | Self::Toolkit(_) | Self::Read { .. } => true,
+            Self::Io(_) | Self::NotAUid(_) => false,
+        }
+    }
+}
+
+/// Everything that Prepare works with.
+#[derive(Clone)]
+pub struct Preparer {
+    pub state: NodeState,
+    pub checkpoint: Checkpoint,
+    pub cdi: CdiStore,
+    pub files: DriverFiles,
+    pub toolkit: Arc<Toolkit>,
+    pub reader: ClaimReader,
+    pub locks: ClaimLocks,
+}
+
+impl Preparer {
+    /// Makes a claim's devices ready, or waits for them, `patience` at most.
+    pub async fn prepare(&self, asked: &ClaimReference, patience: Duration) -> Result<Prepared, Failure> {
+        if !is_uid(&asked.uid) {
+            return Err(Failure::NotAUid(asked.uid.clone()));
+        }
+        let _turn = self.locks.lock(&asked.uid).await;
+        let deadline = Instant::now() + patience;
+        // Subscribed before the first look, so that no change falls between look and wait.
+        let mut spec = self.state.spec.subscribe();
+        let mut inventory = self.state.inventory.subscribe();
+        let mut prepared = self.state.prepared.subscribe();
+        let mut claim = None;
+        let mut waited = false;
+        loop {
+            spec.borrow_and_update();
+            inventory.borrow_and_update();
+            prepared.borrow_and_update();
+            let failure = match self.attempt(asked, &mut claim, deadline).await {
+                Ok(done) => return Ok(done),
+                Err(failure) if failure.may_pass() && Instant::now() < deadline => failure,
+                Err(failure) => return Err(failure),
+            };
+            if !waited {
+                tracing::info!(claim = %claim_name(asked), uid = asked.uid, "Prepare waits: {failure}");
+                // Whatever is missing may be there already and not be seen yet.
+                self.state.request_scan();
+                waited = true;
+            }
+            if matches!(failure, Failure::Nodes(_)) {
+                // The attempt itself recorded and forgot the claim: no news to wake up for.
+                prepared.borrow_and_update();
+            }
+            let reread = Instant::now() + CLAIM_REREAD;
+            tokio::select! {
+                Ok(()) = spec.changed() => {}
+                Ok(()) = inventory.changed() => {}
+                Ok(()) = prepared.changed() => {}
+                () = sleep_until(reread.min(deadline)) => claim = None,
+            }
+        }
+    }
+
+    /// `claim` keeps what was read between attempts.
+    async fn attempt(
+        &self,
+        asked: &ClaimReference,
+        claim: &mut Option<ResourceClaim>,
+        deadline: Instant,
+    ) -> Result<Prepared, Failure> {
+        let inventory = self.state.latest().ok_or(PrepareError::NotRead("the node's GPUs"))?;
+        let spec = self.state.seen_spec();
+        let known = self.state.prepared.snapshot();
+        let node = &self.state.node_name;
+        let devices = match known.get(&asked.uid) {
+            Some(record) => confirm(record, node, spec.as_deref().map(|seen| &seen.spec), &inventory)?,
+            None => {
+                let spec = spec.ok_or(PrepareError::NotRead("its node's GpuNode"))?;
+                let claim = match claim {
+                    Some(claim) => claim,
+                    None => claim.insert(self.read(asked, deadline).await?),
+                };
+                authorize(claim, asked, node, &spec.spec, &inventory, &known)?
+            }
+        };
+        let record = Prepared { claim: asked.clone(), devices: with_cdi(&asked.uid, devices) };
+        let common = timeout_at(deadline, self.toolkit.common_edits(&inventory.driver_version))
+            .await
+            .map_err(|_| PrepareError::NotRead("the list of the driver's files"))??;
+        // In memory first: from here on nobody destroys the devices or gets them for another claim.
+        self.state.prepared.record(record.clone())?;
+        let written = self.write(record.clone(), common).await;
+        if let Err(error) = written {
+            // A claim that was not prepared before is not half prepared now.
+            if !known.contains_key(&asked.uid) {
+                self.forget(&asked.uid).await?;
+            }
+            return Err(error);
+        }
+        self.state.request_scan();
+        Ok(record)
+    }
+
+    async fn read(&self, asked: &ClaimReference, deadline: Instant) -> Result<ResourceClaim, Failure> {
+        let mut pause = FIRST_RETRY;
+        loop {
+            let answer = timeout_at(deadline, (self.reader)(asked.namespace.clone(), asked.name.clone()));
+            let source = match answer.await {
+                Ok(Ok(Some(claim))) => return Ok(claim),
+                Ok(Ok(None)) => return Err(PrepareError::NotFound(claim_name(asked)).into()),
+                Ok(Err(source)) => source,
+                Err(_) => ReadError("no answer".to_owned()),
+            };
+            if Instant::now() + pause >= deadline {
+                return Err(Failure::Read { claim: claim_name(asked), source });
+            }
+            tracing::warn!(claim = %claim_name(asked), "cannot read the claim, trying again: {source}");
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(CLAIM_REREAD);
+        }
+    }
+
+    /// The record, then the CDI spec, both on disk when it returns.
+    async fn write(&self, record: Prepared, common: Arc<crate::cdi::ContainerEdits>) -> Result<(), Failure> {
+        let this = self.clone();
+        blocking(move || {
+            this.checkpoint.write(&record)?;
+            // The newest scan: a device's files are looked up by what it has now.
+            let inventory = this.state.latest().unwrap_or_default();
+            let spec = claim_spec(&record, &inventory, &this.files, &common)?;
+            this.cdi.write(&record.claim.uid, &spec)?;
+            Ok(())
+        })
+        .await
+    }
+
+    /// Takes a claim back. A claim that is not prepared is as good.
+    pub async fn unprepare(&self, claim_uid: &str) -> Result<(), Failure> {
+        if !is_uid(claim_uid) {
+            return Err(Failure::NotAUid(claim_uid.to_owned()));
+        }
+        let _turn = self.locks.lock(claim_uid).await;
+        self.forget(claim_uid).await?;
+        self.state.request_scan();
+        Ok(())
+    }
+
+    /// CDI spec, record, memory: a crash in between leaves a record, and kubelet asks again.
+    async fn forget(&self, claim_uid: &str) -> Result<(), Failure> {
+        let (this, uid) = (self.clone(), claim_uid.to_owned());
+        blocking(move || {
+            this.cdi.remove(&uid)?;
+            this.checkpoint.remove(&uid)?;
+            this.state.prepared.remove(&uid);
+            Ok(())
+        })
+        .await
+    }
+
+    /// Rewrites the CDI spec of a prepared claim from what is there now; `false` if its devices are not.
+    pub async fn refresh(&self, claim_uid: &str) -> Result<bool, Failure> {
+        let _turn = self.locks.lock(claim_uid).await;
+        let (Some(inventory), known) = (self.state.latest(), self.state.prepared.snapshot()) else {
+            return Ok(false);
+        };
+        let Some(record) = known.get(claim_uid) else { return Ok(false) };
+        let spec = self.state.seen_spec();
+        let spec = spec.as_deref().map(|seen| &seen.spec);
+        let Ok(devices) = confirm(record, &self.state.node_name, spec, &inventory) else { return Ok(false) };
+        let record = Prepared { claim: record.claim.clone(), devices };
+        let common = self.toolkit.common_edits(&inventory.driver_version).await?;
+        self.state.prepared.record(record.clone())?;
+        let this = self.clone();
+        blocking(move || {
+            let spec = claim_spec(&record, &inventory, &this.files, &common)?;
+            this.cdi.write(&record.claim.uid, &spec)?;
+            Ok(true)
+        })
+        .await
+    }
+}
+
+fn with_cdi(claim_uid: &str, mut devices: Vec<PreparedDevice>) -> Vec<PreparedDevice> {
+    for device in &mut devices {
+        device.cdi = vec![device_id(claim_uid, &device.device)];
+    }
+    devices
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, Failure> + Send + 'static,
+) -> Result<T, Failure> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(error) => Err(io::Error::other(format!("a file operation was interrupted: {error}")).into()),
+    }
+}
+
+/// One lock per claim: its Prepare and Unprepare never run at the same time, also when kubelet gave up on a call.
+#[derive(Clone, Debug, Default)]
+pub struct ClaimLocks(Arc<Mutex<BTreeMap<String, Arc<tokio::sync::Mutex<()>>>>>);
+
+impl ClaimLocks {
+    async fn lock(&self, claim_uid: &str) -> tokio::sync::OwnedMutexGuard<()> {
+        let lock = {
+            let mut locks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            // Nobody holds or waits for a lock that only this map refers to.
+            locks.retain(|_, lock| Arc::strong_count(lock) > 1);
+            locks.entry(claim_uid.to_owned()).or_default().clone()
+        };
+        lock.lock_owned().await
+    }
+}

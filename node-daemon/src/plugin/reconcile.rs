@@ -1,0 +1,208 @@
+//! Brings records, CDI specs and hardware together after a start, a reboot or a change of driver.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::time::Duration;
+
+use kerf_crds::gpu_node::{ClaimReference, Gpu, Owner};
+use kerf_crds::names::{DRIVER, instance_device};
+use kerf_crds::{GpuNodeSpec, GpuNodeStatus};
+
+use super::authorize::{claim_name, confirm};
+use super::checkpoint::Checkpoint;
+use super::prepare::{Failure, Preparer};
+use crate::inventory::Inventory;
+use crate::node::NodeState;
+use crate::prepared::{DeviceKey, Prepared, PreparedClaims, PreparedDevice};
+
+/// First look for claims that a reboot left behind: kubelet, which takes back most of them itself, comes first.
+const STALE_FIRST: Duration = Duration::from_secs(120);
+/// While there are some, further looks.
+const STALE_AGAIN: Duration = Duration::from_secs(600);
+
+/// The prepared claims that the last report knew of: what is left when both checkpoint and CDI specs are lost. The
+/// request of a device is found in the spec; where it is not there any more it is empty, which kubelet takes for all.
+pub fn claims_in_status(spec: &GpuNodeSpec, status: &GpuNodeStatus) -> PreparedClaims {
+    let mut claims = PreparedClaims::new();
+    for gpu in &status.gpus {
+        let mut add = |claim: &ClaimReference, key: DeviceKey, device: String, uuid: String| {
+            let request = request_of(spec, claim, &key);
+            let cdi = vec![crate::cdi::device_id(&claim.uid, &device)];
+            claims
+                .entry(claim.uid.clone())
+                .or_insert_with(|| Prepared { claim: claim.clone(), devices: Vec::new() })
+                .devices
+                .push(PreparedDevice { request, device, key, uuid, cdi });
+        };
+        for claim in &gpu.claims {
+            let key = DeviceKey { gpu: gpu.uuid.clone(), placement: None };
+            add(claim, key, gpu.name.clone(), gpu.uuid.clone());
+        }
+        for instance in &gpu.instances {
+            for claim in &instance.claims {
+                let key = DeviceKey { gpu: gpu.uuid.clone(), placement: Some(instance.placement) };
+                let device = device_name(status, gpu, instance);
+                add(claim, key, device, instance.uuid.clone().unwrap_or_default());
+            }
+        }
+    }
+    claims
+}
+
+fn device_name(status: &GpuNodeStatus, gpu: &Gpu, instance: &kerf_crds::gpu_node::Instance) -> String {
+    match status.geometry_of(gpu).and_then(|geometry| geometry.profile(&instance.profile)) {
+        Some(profile) => instance_device(&gpu.name, profile.id, instance.placement.start),
+        // A report whose geometry could not be read: the record still keeps others off, and Unprepare still ends it.
+        None => format!("{}-mig-{}", gpu.name, instance.placement.start),
+    }
+}
+
+fn request_of(spec: &GpuNodeSpec, claim: &ClaimReference, key: &DeviceKey) -> String {
+    let request = spec.partitions.iter().find_map(|partition| match &partition.owner {
+        Owner::Claim(owner)
+            if (&owner.namespace, &owner.name) == (&claim.namespace, &claim.name)
+                && partition.gpu == key.gpu
+                && partition.instance.as_ref().map(|wanted| wanted.placement) == key.placement =>
+        {
+            Some(owner.request.clone())
+        }
+        _ => None,
+    });
+    request.unwrap_or_default()
+}
+
+/// Puts claims that only the last report knew of back into checkpoint and memory; returns how many. To be called when
+/// [`super::Recovered::lost`] says so, before a new report is written and before [`NodeState::spec`] is first set: from
+/// then on places pass on.
+pub fn restore(state: &NodeState, checkpoint: &Checkpoint, claims: PreparedClaims) -> io::Result<usize> {
+    let known = state.prepared.snapshot();
+    let mut restored = 0;
+    for (uid, prepared) in claims.into_iter().filter(|(uid, _)| !known.contains_key(uid)) {
+        checkpoint.restore(&prepared)?;
+        match state.prepared.record(prepared.clone()) {
+            Ok(()) => {
+                tracing::warn!(claim = %claim_name(&prepared.claim), uid, "restored the lost record of a prepared claim from GpuNode.status");
+                restored += 1;
+            }
+            Err(refused) => {
+                tracing::warn!(claim = %claim_name(&prepared.claim), uid, "GpuNode.status lists a claim that is not restored: {refused}");
+                checkpoint.remove(&uid)?;
+            }
+        }
+    }
+    Ok(restored)
+}
+
+impl Preparer {
+    /// Removes CDI specs of claims that are not prepared. Call it when records that were lost have been restored.
+    pub(super) fn remove_orphans(&self) -> io::Result<()> {
+        let known = self.state.prepared.snapshot();
+        for spec in self.cdi.list()?.into_iter().filter(|spec| !known.contains_key(&spec.claim_uid)) {
+            tracing::info!(uid = spec.claim_uid, "removing the CDI spec of a claim that is not prepared");
+            self.cdi.remove(&spec.claim_uid)?;
+        }
+        Ok(())
+    }
+
+    /// Keeps the CDI specs of prepared claims true, as instances get new UUIDs and the driver new versions: a container
+    /// that restarts gets its devices without kubelet asking again.
+    pub(super) async fn keep_specs(&self) {
+        let mut inventory = self.state.inventory.subscribe();
+        let mut done = BTreeSet::new();
+        let mut driver = String::new();
+        loop {
+            let seen = inventory.borrow_and_update().clone();
+            if let Some(seen) = seen.filter(|seen| seen.unavailable.is_none()) {
+                if driver != seen.driver_version {
+                    done.clear();
+                    driver.clone_from(&seen.driver_version);
+                }
+                let known = self.state.prepared.snapshot();
+                done.retain(|uid| known.contains_key(uid));
+                for (uid, record) in known.iter() {
+                    if done.contains(uid) && !self.changed(record, &seen) {
+                        continue;
+                    }
+                    match self.refresh(uid).await {
+                        Ok(true) => _ = done.insert(uid.clone()),
+                        Ok(false) => {}
+                        Err(error) => {
+                            tracing::warn!(claim = %claim_name(&record.claim), uid, "cannot renew the claim's CDI spec: {error}");
+                        }
+                    }
+                }
+            }
+            if inventory.changed().await.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn changed(&self, record: &Prepared, inventory: &Inventory) -> bool {
+        confirm(record, &self.state.node_name, None, inventory).is_ok_and(|devices| devices != record.devices)
+    }
+
+    /// Takes back claims from before the present boot that are gone from the API server, and that kubelet has not taken
+    /// back (its own state was lost, or the claims are from a report that was out of date). Nothing of that time runs
+    /// any more, so nobody can be using them.
+    pub(super) async fn release_stale(&self) {
+        tokio::time::sleep(STALE_FIRST).await;
+        loop {
+            match self.checkpoint.from_earlier_boots() {
+                Ok(stale) if stale.is_empty() => return,
+                Ok(stale) => {
+                    for uid in stale {
+                        self.release_if_stale(&uid).await;
+                    }
+                }
+                Err(error) => tracing::warn!("cannot look for claims from before the last boot: {error}"),
+            }
+            tokio::time::sleep(STALE_AGAIN).await;
+        }
+    }
+
+    pub(super) async fn release_if_stale(&self, uid: &str) {
+        let Some(record) = self.state.prepared.snapshot().get(uid).cloned() else { return };
+        let claim = match (self.reader)(record.claim.namespace.clone(), record.claim.name.clone()).await {
+            Ok(claim) => claim.filter(|claim| claim.metadata.uid.as_deref() == Some(uid)),
+            Err(error) => {
+                tracing::warn!(claim = %claim_name(&record.claim), uid, "cannot see whether the claim is still there: {error}");
+                return;
+            }
+        };
+        let still_ours =
+            claim.and_then(|claim| claim.status?.allocation?.devices?.results).is_some_and(|results| {
+                results.iter().any(|result| result.driver == DRIVER && result.pool == self.state.node_name)
+            });
+        if still_ours || self.used(&record) {
+            return;
+        }
+        tracing::info!(claim = %claim_name(&record.claim), uid, "taking back a claim from before the last boot that is gone");
+        if let Err(error) = self.unprepare(uid).await {
+            tracing::warn!(claim = %claim_name(&record.claim), uid, "cannot take the claim back: {error}");
+        }
+    }
+
+    /// Whether a process is on one of the claim's devices, or nobody knows.
+    fn used(&self, record: &Prepared) -> bool {
+        let Some(inventory) = self.state.latest().filter(|seen| seen.unavailable.is_none()) else {
+            return true;
+        };
+        record.devices.iter().any(|device| {
+            let Some(gpu) = inventory.gpu(&device.key.gpu) else { return false };
+            match device.key.placement {
+                None => !gpu.processes.is_empty(),
+                Some(placement) => gpu.instances.iter().any(|instance| {
+                    instance.placement.overlaps(&placement) && !instance.processes.is_empty()
+                }),
+            }
+        })
+    }
+}
+
+/// A look at damaged state never ends the daemon.
+pub(super) fn tell(result: Result<(), impl Into<Failure>>, what: &str) {
+    if let Err(error) = result {
+        tracing::error!("{what}: {}", error.into());
+    }
+}
