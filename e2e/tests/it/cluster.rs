@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kerf_e2e::images::{BOX, image_from_binaries};
-use kerf_e2e::install::apply_yaml;
+use kerf_e2e::install::{Overlay, apply_yaml};
 use kerf_e2e::{Cluster, Seen, audit, eventually, wait_pod_phase};
 use kube::Client;
 use kube::api::{Api, DeleteParams, PostParams};
@@ -179,6 +179,40 @@ fn binaries_of_this_machine_run_as_pods() {
             create_pod(&cluster.client(), &namespace, node.name(), node.name(), "", spec.clone()).await?;
             wait_pod_phase(&cluster.client(), &namespace, node.name(), "Succeeded", MINUTE).await?;
         }
+        Ok(())
+    });
+}
+
+/// As Kerf's own pods do: on the host's network, with the overlay that installs them.
+#[test]
+fn a_host_network_pod_reaches_the_api_server_as_its_service_account() {
+    SHARED.test("in-cluster", async |cluster, namespace| {
+        let kubectl = cluster.toolchain().kubectl.clone();
+        let image = image_from_binaries(&cluster.toolchain().busybox, "e2e.kerf.dev/kubectl:1", &[&kubectl])?;
+        cluster.load_image(&image).await?;
+        let mut pod = json!({
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": { "name": "client", "namespace": namespace },
+            "spec": {
+                "nodeName": "node-b",
+                "hostNetwork": true,
+                "restartPolicy": "Never",
+                "containers": [{
+                    "name": "main", "image": "registry.example/kubectl:v1", "args": ["auth", "whoami", "-o", "json"],
+                }],
+            },
+        });
+        let overlay = Overlay::default()
+            .for_api_port(cluster.api_port())
+            .image("registry.example/kubectl", image.reference());
+        overlay.edit(&mut pod);
+        apply_yaml(&cluster.client(), &pod.to_string()).await?;
+        wait_pod_phase(&cluster.client(), &namespace, "client", "Succeeded", MINUTE).await?;
+        let me: Value = serde_json::from_str(&cluster.kubectl(&["logs", "-n", &namespace, "client"]).await?)?;
+        let info = &me["status"]["userInfo"];
+        ensure!(info["username"] == format!("system:serviceaccount:{namespace}:default"), "{info}");
+        ensure!(info["extra"]["authentication.kubernetes.io/node-name"][0] == "node-b", "{info}");
         Ok(())
     });
 }

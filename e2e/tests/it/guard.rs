@@ -117,6 +117,17 @@ fn ends_by(signal: Option<Signal>) -> Result<PathBuf> {
     Ok(dir)
 }
 
+/// The watcher of a cluster.
+fn watcher(dir: &Path) -> Result<Pid> {
+    let command = format!("\0watch\0{}\0", dir.display());
+    for entry in fs::read_dir("/proc")?.flatten() {
+        if fs::read_to_string(entry.path().join("cmdline")).is_ok_and(|line| line.ends_with(&command)) {
+            return Ok(Pid::from_raw(entry.file_name().to_string_lossy().parse()?));
+        }
+    }
+    anyhow::bail!("no watcher of {} is there", dir.display())
+}
+
 fn folder_goes(dir: &Path) -> Result<()> {
     runtime().block_on(eventually(MINUTE, format!("{} removed", dir.display()), || async {
         Ok(Seen::when(dir.exists(), |exists| !exists))
@@ -150,6 +161,31 @@ fn a_panic_ends_the_cluster_and_keeps_its_logs() {
         assert!(fs::metadata(&log).is_ok_and(|metadata| metadata.len() > 0), "{} is missing", log.display());
     }
     fs::remove_dir_all(&dir).unwrap();
+}
+
+/// With its watcher killed too, a cluster's processes still end; its folder and cgroups go when the next one starts.
+#[test]
+fn the_next_cluster_removes_what_a_killed_watcher_left() {
+    let (mut child, dir) = start_harness("signal").unwrap();
+    kill(watcher(&dir).unwrap(), Signal::SIGKILL).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let processes_gone = eventually(MINUTE, "no process of the cluster is left", || async {
+        let mut found = remains(&dir)?;
+        found.retain(|what| what.starts_with("process"));
+        Ok(Seen::when(found, Vec::is_empty))
+    });
+    runtime().block_on(processes_gone).unwrap();
+    assert!(dir.exists() && !remains(&dir).unwrap().is_empty(), "there is nothing left to remove");
+    let hour_ago = std::time::SystemTime::now() - 60 * MINUTE;
+    fs::File::open(dir.join("lock")).unwrap().set_modified(hour_ago).unwrap();
+
+    let (mut next, next_dir) = start_harness("signal").unwrap();
+    assert_eq!(remains(&dir).unwrap(), [String::new(); 0]);
+    assert!(!dir.exists(), "{} is still there", dir.display());
+    next.kill().unwrap();
+    next.wait().unwrap();
+    folder_goes(&next_dir).unwrap();
 }
 
 #[test]

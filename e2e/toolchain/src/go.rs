@@ -99,12 +99,7 @@ pub(crate) fn ensure(cache: &Path, progress: &dyn Fn(&str)) -> Result<Programs> 
     for recipe in RECIPES {
         let mut missing = Vec::new();
         for &(package, name) in recipe.packages {
-            // The folder of a recipe's programs is mounted or searched as a whole, so a ready-made one counts only
-            // where the recipe's programs stand alone.
-            let ready_made = matches!(recipe.module, "etcd" | "kubernetes")
-                .then(|| assets.iter().map(|dir| dir.join(name)).find(|path| path.is_file()))
-                .flatten();
-            match ready_made {
+            match ready_made(recipe, name, &assets) {
                 Some(path) => drop(programs.insert(name, path)),
                 None => missing.push((package, name)),
             }
@@ -118,6 +113,13 @@ pub(crate) fn ensure(cache: &Path, progress: &dyn Fn(&str)) -> Result<Programs> 
         }
     }
     Ok(Programs(programs))
+}
+
+/// A program in one of the folders of ready-made ones. The folder of the other recipes' programs is mounted or searched
+/// as a whole, so those are always built.
+fn ready_made(recipe: &Recipe, name: &str, assets: &[PathBuf]) -> Option<PathBuf> {
+    let alone = matches!(recipe.module, "etcd" | "kubernetes");
+    alone.then(|| assets.iter().map(|dir| dir.join(name)).find(|path| path.is_file())).flatten()
 }
 
 /// The recipe's programs in the cache, built if they are not there.
@@ -200,6 +202,20 @@ pub(crate) fn tail(output: &[u8]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn ready_made_programs_are_used_one_by_one() {
+        let assets = tempfile::tempdir().unwrap();
+        fs::write(assets.path().join("kubelet"), "").unwrap();
+        fs::write(assets.path().join("ctr"), "").unwrap();
+        let of = |module: &str, name: &str| {
+            let recipe = RECIPES.iter().find(|recipe| recipe.module == module).unwrap();
+            ready_made(recipe, name, &["/nonexistent".into(), assets.path().into()])
+        };
+        assert_eq!(of("kubernetes", "kubelet"), Some(assets.path().join("kubelet")));
+        assert_eq!(of("kubernetes", "kube-apiserver"), None);
+        assert_eq!(of("containerd", "ctr"), None);
+    }
 
     #[test]
     fn every_recipe_names_a_version_and_unique_programs() {
