@@ -26,7 +26,7 @@ mod server;
 mod service;
 mod socket;
 #[cfg(test)]
-mod testing;
+pub(crate) mod testing;
 
 pub use authorize::{PrepareError, authorize, confirm};
 pub use checkpoint::{Checkpoint, Recovered};

@@ -65,7 +65,7 @@ impl Plugin {
     /// Serves kubelet and keeps the CDI specs true, until `stop` becomes true. An error means that a socket cannot be
     /// served; the sockets' files are left in place, so that kubelet keeps the registration over a restart.
     pub async fn run(self, stop: watch::Receiver<bool>) -> io::Result<()> {
-        let upkeep = tokio::spawn(upkeep(self.preparer.clone()));
+        let upkeep = upkeep(self.preparer.clone());
         let service = DraService { preparer: self.preparer.clone(), patience: self.patience };
         let health = HealthService { state: self.preparer.state.clone() };
         let registration = RegistrationService { endpoint: self.service_socket.clone() };
@@ -84,9 +84,10 @@ impl Plugin {
             let router = || Server::builder().add_service(RegistrationServer::new(registration.clone()));
             serve(self.registration_socket, router, stop.clone()).await
         };
-        let result = tokio::try_join!(serving, registering);
-        upkeep.abort();
-        result.map(|_| ())
+        tokio::select! {
+            result = async { tokio::try_join!(serving, registering) } => result.map(|_| ()),
+            () = async { upkeep.await; std::future::pending().await } => Ok(()),
+        }
     }
 }
 

@@ -27,15 +27,14 @@ pub async fn serve(
     let mut servers = JoinSet::new();
     loop {
         let incoming = UnixListenerStream::new(bind(&path)?);
-        let mut stopped = stop.clone();
+        let mut end = stop.clone();
         let router = router();
         servers.spawn(async move {
-            let stopped = async move { _ = stopped.wait_for(|stop| *stop).await };
-            router.serve_with_incoming_shutdown(incoming, stopped).await
+            router.serve_with_incoming_shutdown(incoming, async move { stopped(&mut end).await }).await
         });
         loop {
             tokio::select! {
-                _ = stop.wait_for(|stop| *stop) => {
+                () = stopped(&mut stop) => {
                     while servers.join_next().await.is_some() {}
                     return Ok(());
                 }
@@ -52,6 +51,11 @@ pub async fn serve(
         }
         tracing::warn!(socket = %path.display(), "the socket was removed; making it again");
     }
+}
+
+/// Resolves when `stop` is true, or nobody can make it so any more.
+async fn stopped(stop: &mut watch::Receiver<bool>) {
+    _ = stop.wait_for(|stop| *stop).await;
 }
 
 fn bind(path: &Path) -> io::Result<UnixListener> {

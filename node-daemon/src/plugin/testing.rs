@@ -39,7 +39,7 @@ pub fn instance(profile: &str, profile_id: u32, start: u32, size: u32, id: u32) 
         profile_id,
         placement: Placement { start, size },
         gpu_instance_id: id,
-        compute_instances: vec![ComputeInstance { id: 0, profile_id: 0, uuid: format!("MIG-{id}") }],
+        compute_instances: vec![ComputeInstance { id: 0, full_width: true, uuid: format!("MIG-{id}") }],
         ..Instance::default()
     }
 }
