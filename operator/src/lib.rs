@@ -1,1 +1,17 @@
-//! (see ARCHITECTURE.md)
+//! Kerf's operator: the only writer of decisions.
+//!
+//! ```text
+//!  API server ──watch──▶ cache ──World──▶ scheduler ─┬─ snapshot ─▶ kerf_planner::plan ─▶ apply ──▶ API server
+//!                                                    ├─ placements: join of commit records, claims and pods
+//!                                                    └─ controller: policies ─▶ GpuNode.spec, status, DeviceClasses
+//!  API server ──admission──▶ webhook (every replica)           leader: who may write
+//! ```
+#![forbid(unsafe_code)]
+
+pub mod cache;
+pub mod config;
+pub mod controller;
+pub mod leader;
+pub mod run;
+pub mod scheduler;
+pub mod webhook;

@@ -1,0 +1,366 @@
+//! What is kept of a Pod. Every pod of the cluster counts against its node's CPU and memory, so every pod is here, but
+//! only those that Kerf may have to place keep more than a few numbers.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, ResourceRequirements};
+use k8s_openapi::jiff::Timestamp;
+use kerf_crds::names;
+use kerf_crds::requests::OriginalResources;
+use kerf_planner::snapshot::{NodeRequirement, Operator, PodNeeds, Toleration};
+
+use super::store::Stored;
+use super::{quantity, version_of};
+
+/// A pod.
+#[derive(Clone, Debug, Default)]
+pub struct PodInfo {
+    pub namespace: String,
+    pub name: String,
+    pub uid: String,
+    pub version: u64,
+    /// When it was created, in seconds since 1970.
+    pub created: i64,
+    /// Being deleted.
+    pub deleting: bool,
+    /// Succeeded or Failed.
+    pub done: bool,
+    /// Where it is bound.
+    pub node: Option<String>,
+    pub priority: i32,
+    /// What it takes of its node, in thousandths, `pods` included.
+    pub milli: BTreeMap<String, i128>,
+    /// Present: it has Kerf's gate, or refers to claims.
+    pub detail: Option<Box<PodDetail>>,
+}
+
+/// What is kept of a pod that Kerf may have to place.
+#[derive(Clone, Debug, Default)]
+pub struct PodDetail {
+    /// `spec.schedulingGates`.
+    pub gates: Vec<String>,
+    /// What the webhook noted of the pod's extended resources; an error if that cannot be read.
+    pub original: Option<Result<OriginalResources, String>>,
+    /// The claims, by their names in the pod.
+    pub claims: Vec<PodClaim>,
+    /// Everything but `milli`, which [`PodInfo::milli`] has.
+    pub needs: PodNeeds,
+    /// It has a controller, so that another comes in its place.
+    pub controlled: bool,
+    /// `spec.preemptionPolicy` is not `Never`.
+    pub preempts: bool,
+    /// Kerf's condition: status, reason, message.
+    pub planned: Option<(String, String, String)>,
+    /// The message of `PodScheduled` while it is False.
+    pub unschedulable: Option<String>,
+    /// `status.nominatedNodeName`.
+    pub nominated: Option<String>,
+}
+
+/// A claim that a pod refers to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PodClaim {
+    /// `spec.resourceClaims[].name`.
+    pub name: String,
+    /// Name of the ResourceClaim; `None` while the one from a template is not made yet.
+    pub claim: Option<String>,
+    /// It is made from a template.
+    pub template: bool,
+}
+
+impl PodInfo {
+    /// `namespace/name`.
+    pub fn id(&self) -> String {
+        format!("{}/{}", self.namespace, self.name)
+    }
+
+    /// Whether Kerf's gate is on it.
+    pub fn gated(&self) -> bool {
+        self.detail.as_ref().is_some_and(|detail| detail.gates.iter().any(|gate| gate == names::GATE))
+    }
+
+    /// Whether gates of others are on it.
+    pub fn other_gates(&self) -> Vec<&str> {
+        self.detail
+            .iter()
+            .flat_map(|detail| &detail.gates)
+            .filter(|gate| *gate != names::GATE)
+            .map(String::as_str)
+            .collect()
+    }
+
+    /// The claim that the webhook has named for it.
+    pub fn own_claim(&self) -> Option<&str> {
+        let detail = self.detail.as_ref()?;
+        detail.original.as_ref()?;
+        detail.claims.iter().find(|claim| claim.name == names::POD_CLAIM)?.claim.as_deref()
+    }
+}
+
+impl Stored for PodInfo {
+    fn key(&self) -> String {
+        self.id()
+    }
+    fn uid(&self) -> &str {
+        &self.uid
+    }
+    fn version(&self) -> u64 {
+        self.version
+    }
+}
+
+impl From<Pod> for PodInfo {
+    fn from(pod: Pod) -> Self {
+        let version = version_of(&pod.metadata);
+        let metadata = pod.metadata;
+        let spec = pod.spec.unwrap_or_default();
+        let status = pod.status.unwrap_or_default();
+        let milli = pod_milli(&spec);
+        let gates: Vec<String> =
+            spec.scheduling_gates.iter().flatten().map(|gate| gate.name.clone()).collect();
+        let original = metadata.annotations.as_ref().and_then(|all| all.get(names::ORIGINAL_RESOURCES));
+        let detail = if spec.resource_claims.as_ref().is_some_and(|claims| !claims.is_empty())
+            || gates.iter().any(|gate| gate == names::GATE)
+        {
+            let condition = |type_: &str| {
+                status.conditions.iter().flatten().find(|condition| condition.type_ == type_).cloned()
+            };
+            let made: BTreeMap<&str, &Option<String>> = status
+                .resource_claim_statuses
+                .iter()
+                .flatten()
+                .map(|status| (status.name.as_str(), &status.resource_claim_name))
+                .collect();
+            Some(Box::new(PodDetail {
+                original: original.map(|text| {
+                    serde_json::from_str(text)
+                        .map_err(|error| format!("annotation {}: {error}", names::ORIGINAL_RESOURCES))
+                }),
+                claims: spec
+                    .resource_claims
+                    .iter()
+                    .flatten()
+                    .map(|claim| PodClaim {
+                        name: claim.name.clone(),
+                        claim: claim
+                            .resource_claim_name
+                            .clone()
+                            .or_else(|| made.get(claim.name.as_str()).and_then(|name| (*name).clone())),
+                        template: claim.resource_claim_name.is_none(),
+                    })
+                    .collect(),
+                gates,
+                controlled: metadata
+                    .owner_references
+                    .iter()
+                    .flatten()
+                    .any(|owner| owner.controller.unwrap_or_default()),
+                preempts: spec.preemption_policy.as_deref() != Some("Never"),
+                planned: condition(kerf_crds::conditions::pod::PLANNED).map(|condition| {
+                    (
+                        condition.status,
+                        condition.reason.unwrap_or_default(),
+                        condition.message.unwrap_or_default(),
+                    )
+                }),
+                unschedulable: condition("PodScheduled").and_then(|condition| {
+                    (condition.status == "False" && condition.reason.as_deref() == Some("Unschedulable"))
+                        .then(|| condition.message.unwrap_or_default())
+                }),
+                nominated: status.nominated_node_name.clone().filter(|name| !name.is_empty()),
+                needs: needs(&spec),
+            }))
+        } else {
+            None
+        };
+        Self {
+            version,
+            namespace: metadata.namespace.unwrap_or_default(),
+            name: metadata.name.unwrap_or_default(),
+            uid: metadata.uid.unwrap_or_default(),
+            created: metadata.creation_timestamp.map_or(0, |time| time.0.as_second()),
+            deleting: metadata.deletion_timestamp.is_some(),
+            done: matches!(status.phase.as_deref(), Some("Succeeded" | "Failed")),
+            node: spec.node_name.filter(|name| !name.is_empty()),
+            priority: spec.priority.unwrap_or_default(),
+            milli,
+            detail,
+        }
+    }
+}
+
+/// What the pod needs of a node besides room.
+fn needs(spec: &PodSpec) -> PodNeeds {
+    let required = spec
+        .affinity
+        .as_ref()
+        .and_then(|affinity| affinity.node_affinity.as_ref())
+        .and_then(|affinity| affinity.required_during_scheduling_ignored_during_execution.as_ref());
+    let requirement = |key: &str, operator: &str, values: &Option<Vec<String>>| NodeRequirement {
+        key: key.to_owned(),
+        operator: match operator {
+            "In" => Operator::In,
+            "NotIn" => Operator::NotIn,
+            "Exists" => Operator::Exists,
+            "DoesNotExist" => Operator::DoesNotExist,
+            "Gt" => Operator::Gt,
+            _ => Operator::Lt,
+        },
+        values: values.clone().unwrap_or_default(),
+    };
+    PodNeeds {
+        milli: BTreeMap::new(),
+        node_selector: spec.node_selector.clone().unwrap_or_default(),
+        affinity: required
+            .map(|required| {
+                required
+                    .node_selector_terms
+                    .iter()
+                    .map(|term| {
+                        let labels = term.match_expressions.iter().flatten();
+                        // The one field that the API server allows here is `metadata.name`.
+                        let fields = term.match_fields.iter().flatten();
+                        labels
+                            .map(|r| requirement(&r.key, &r.operator, &r.values))
+                            .chain(fields.map(|r| requirement(NodeRequirement::NAME, &r.operator, &r.values)))
+                            .collect()
+                    })
+                    // A term without requirements matches nothing.
+                    .filter(|term: &Vec<NodeRequirement>| !term.is_empty())
+                    .collect()
+            })
+            .unwrap_or_default(),
+        tolerations: spec
+            .tolerations
+            .iter()
+            .flatten()
+            .map(|toleration| Toleration {
+                key: toleration.key.clone().unwrap_or_default(),
+                exists: toleration.operator.as_deref() == Some("Exists"),
+                value: toleration.value.clone().unwrap_or_default(),
+                effect: toleration.effect.clone().unwrap_or_default(),
+            })
+            .collect(),
+    }
+}
+
+/// What a pod takes of its node, as kube-scheduler counts it (`k8s.io/component-helpers/resource.PodRequests`): app
+/// containers and sidecars together, or the greediest moment of the initialisation if that is more; requests of the
+/// pod as a whole instead, where given; and the overhead of its runtime.
+fn pod_milli(spec: &PodSpec) -> BTreeMap<String, i128> {
+    let mut total: BTreeMap<String, i128> = BTreeMap::new();
+    for container in &spec.containers {
+        add(&mut total, &container_milli(container));
+    }
+    let mut sidecars: BTreeMap<String, i128> = BTreeMap::new();
+    let mut initialising: BTreeMap<String, i128> = BTreeMap::new();
+    for container in spec.init_containers.iter().flatten() {
+        let own = container_milli(container);
+        if container.restart_policy.as_deref() == Some("Always") {
+            add(&mut total, &own);
+            add(&mut sidecars, &own);
+            raise(&mut initialising, &sidecars);
+        } else {
+            let mut moment = sidecars.clone();
+            add(&mut moment, &own);
+            raise(&mut initialising, &moment);
+        }
+    }
+    raise(&mut total, &initialising);
+    if let Some(resources) = &spec.resources {
+        total.extend(requirements_milli(resources));
+    }
+    for (name, amount) in spec.overhead.iter().flatten() {
+        *total.entry(name.clone()).or_default() += quantity::milli(amount).unwrap_or_default();
+    }
+    total.retain(|_, amount| *amount != 0);
+    total.insert("pods".into(), 1000);
+    total
+}
+
+fn container_milli(container: &Container) -> BTreeMap<String, i128> {
+    container.resources.as_ref().map(requirements_milli).unwrap_or_default()
+}
+
+fn requirements_milli(resources: &ResourceRequirements) -> BTreeMap<String, i128> {
+    let requests = resources.requests.iter().flatten();
+    requests.filter_map(|(name, amount)| Some((name.clone(), quantity::milli(amount)?))).collect()
+}
+
+fn add(to: &mut BTreeMap<String, i128>, what: &BTreeMap<String, i128>) {
+    for (name, amount) in what {
+        *to.entry(name.clone()).or_default() += amount;
+    }
+}
+
+fn raise(to: &mut BTreeMap<String, i128>, at_least: &BTreeMap<String, i128>) {
+    for (name, amount) in at_least {
+        let entry = to.entry(name.clone()).or_default();
+        *entry = (*entry).max(*amount);
+    }
+}
+
+/// Seconds since 1970 of an RFC 3339 time.
+pub fn seconds(time: &str) -> Option<i64> {
+    time.parse::<Timestamp>().ok().map(|time| time.as_second())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn spec(value: serde_json::Value) -> PodSpec {
+        serde_json::from_value(value).unwrap()
+    }
+
+    #[test]
+    fn requests_of_a_pod_follow_kube_scheduler() {
+        let cpu = |amount: &str| json!({"requests": {"cpu": amount}});
+        let app_wins = spec(json!({
+            "containers": [{"name": "a", "resources": cpu("1")}, {"name": "b", "resources": cpu("500m")}],
+            "initContainers": [{"name": "i", "resources": cpu("1")}],
+            "overhead": {"cpu": "100m"},
+        }));
+        assert_eq!(pod_milli(&app_wins)["cpu"], 1600);
+        let init_wins_beside_the_sidecar = spec(json!({
+            "containers": [{"name": "a", "resources": cpu("1")}],
+            "initContainers": [
+                {"name": "s", "restartPolicy": "Always", "resources": cpu("1")},
+                {"name": "i", "resources": cpu("3")},
+            ],
+        }));
+        assert_eq!(pod_milli(&init_wins_beside_the_sidecar)["cpu"], 4000);
+        let pod_level = spec(json!({
+            "containers": [{"name": "a", "resources": cpu("1")}],
+            "resources": cpu("2"),
+        }));
+        assert_eq!(pod_milli(&pod_level)["cpu"], 2000);
+        assert_eq!(pod_milli(&spec(json!({"containers": []})))["pods"], 1000);
+    }
+
+    #[test]
+    fn an_affinity_on_the_nodes_name_is_kept() {
+        let daemon_set = spec(json!({
+            "containers": [],
+            "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+                {"matchFields": [{"key": "metadata.name", "operator": "In", "values": ["n1"]}]},
+            ]}}},
+        }));
+        let needs = needs(&daemon_set);
+        assert_eq!(needs.affinity[0][0].key, NodeRequirement::NAME);
+        assert_eq!(needs.affinity[0][0].values, ["n1"]);
+    }
+
+    #[test]
+    fn an_unreadable_annotation_is_an_error_and_not_nothing() {
+        let pod: Pod = serde_json::from_value(json!({
+            "metadata": {"name": "p", "namespace": "n", "annotations": {names::ORIGINAL_RESOURCES: "{"}},
+            "spec": {"containers": [], "schedulingGates": [{"name": names::GATE}]},
+        }))
+        .unwrap();
+        let info = PodInfo::from(pod);
+        assert!(info.gated());
+        assert!(info.detail.unwrap().original.unwrap().is_err());
+    }
+}

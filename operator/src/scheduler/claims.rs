@@ -1,0 +1,252 @@
+//! Shapes of claims: the one made from a pod's annotation, allocations, and what they say.
+
+use std::collections::BTreeSet;
+
+use k8s_openapi::api::core::v1::{NodeSelector, NodeSelectorRequirement, NodeSelectorTerm};
+use k8s_openapi::api::resource::v1::{
+    AllocationResult, DeviceAllocationResult, DeviceClaim, DeviceRequest, DeviceRequestAllocationResult,
+    DeviceToleration, ExactDeviceRequest, ResourceClaim, ResourceClaimConsumerReference, ResourceClaimSpec,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time};
+use k8s_openapi::jiff::Timestamp;
+use kerf_crds::GpuNode;
+use kerf_crds::gpu_node::{Owner, Partition, WantedInstance};
+use kerf_crds::names;
+use kerf_crds::requests::{OriginalResources, expand};
+use kube::ResourceExt;
+
+use crate::cache::PodInfo;
+
+/// The DeviceClass that stands for an extended resource.
+pub fn class_of(resource: &str) -> String {
+    match resource.strip_prefix(names::MIG_RESOURCE_PREFIX) {
+        Some(profile) => kerf_crds::names::profile_class(profile),
+        None => names::GPU_CLASS.to_owned(),
+    }
+}
+
+/// The claim of a pod whose extended resources the webhook has noted.
+pub fn from_annotation(pod: &PodInfo, name: &str, original: &OriginalResources) -> ResourceClaim {
+    let requests = expand(original)
+        .requests
+        .into_iter()
+        .map(|request| DeviceRequest {
+            name: request.name,
+            exactly: Some(ExactDeviceRequest {
+                device_class_name: class_of(&request.resource),
+                allocation_mode: Some("ExactCount".into()),
+                count: Some(1),
+                ..ExactDeviceRequest::default()
+            }),
+            first_available: None,
+        })
+        .collect();
+    ResourceClaim {
+        metadata: ObjectMeta {
+            namespace: Some(pod.namespace.clone()),
+            name: Some(name.to_owned()),
+            finalizers: Some(vec![names::CLAIM_FINALIZER.to_owned()]),
+            owner_references: Some(vec![OwnerReference {
+                api_version: "v1".into(),
+                kind: "Pod".into(),
+                name: pod.name.clone(),
+                uid: pod.uid.clone(),
+                controller: Some(true),
+                // True would need rights on pods/finalizers where OwnerReferencesPermissionEnforcement is on.
+                block_owner_deletion: Some(false),
+            }]),
+            ..ObjectMeta::default()
+        },
+        spec: Some(ResourceClaimSpec {
+            devices: Some(DeviceClaim { requests: Some(requests), ..DeviceClaim::default() }),
+        }),
+        status: None,
+    }
+}
+
+/// Whether the claim is the pod's by its controller reference.
+pub fn belongs_to(claim: &ResourceClaim, pod: &PodInfo) -> bool {
+    owner_uid(claim) == Some(&pod.uid)
+}
+
+/// UID of the claim's controller.
+pub fn owner_uid(claim: &ResourceClaim) -> Option<&str> {
+    let owners = claim.metadata.owner_references.iter().flatten();
+    owners.filter(|owner| owner.controller.unwrap_or_default()).map(|owner| owner.uid.as_str()).next()
+}
+
+/// Whether the claim asks for what it should.
+pub fn asks_for_the_same(claim: &ResourceClaim, wanted: &ResourceClaim) -> bool {
+    let shape = |claim: &ResourceClaim| -> Vec<(String, Option<ExactDeviceRequest>, bool)> {
+        let devices = devices(claim).cloned().unwrap_or_default();
+        devices
+            .requests
+            .unwrap_or_default()
+            .into_iter()
+            .map(|request| (request.name, request.exactly, request.first_available.is_some()))
+            .collect()
+    };
+    shape(claim) == shape(wanted)
+}
+
+/// What the claim asks for.
+pub fn devices(claim: &ResourceClaim) -> Option<&DeviceClaim> {
+    claim.spec.as_ref()?.devices.as_ref()
+}
+
+/// The claim's allocation, if it has one.
+pub fn allocation(claim: &ResourceClaim) -> Option<&AllocationResult> {
+    claim.status.as_ref()?.allocation.as_ref()
+}
+
+/// Results of Kerf's driver.
+pub fn results(allocation: &AllocationResult) -> impl Iterator<Item = &DeviceRequestAllocationResult> {
+    let all = allocation.devices.iter().filter_map(|devices| devices.results.as_ref()).flatten();
+    all.filter(|result| result.driver == names::DRIVER)
+}
+
+/// The node that an allocation of Kerf's is on: its pool.
+pub fn node_of(allocation: &AllocationResult) -> Option<String> {
+    results(allocation).next().map(|result| result.pool.clone())
+}
+
+/// Whether the reservation is Kerf's hold.
+pub fn is_hold(consumer: &ResourceClaimConsumerReference) -> bool {
+    consumer.api_group.as_deref() == Some(names::GROUP) && consumer.resource == "gpunodes"
+}
+
+/// The reservation that keeps kube-scheduler from throwing the allocation away.
+pub fn hold(node: &GpuNode) -> ResourceClaimConsumerReference {
+    ResourceClaimConsumerReference {
+        api_group: Some(names::GROUP.into()),
+        resource: "gpunodes".into(),
+        name: node.name_any(),
+        uid: node.metadata.uid.clone().unwrap_or_default(),
+    }
+}
+
+/// The reservation for a pod.
+pub fn reservation(pod: &PodInfo) -> ResourceClaimConsumerReference {
+    ResourceClaimConsumerReference {
+        api_group: None,
+        resource: "pods".into(),
+        name: pod.name.clone(),
+        uid: pod.uid.clone(),
+    }
+}
+
+/// Name of the DRA device that a partition is; `None` if the node's report does not have its GPU or profile.
+pub fn device_of(node: &GpuNode, partition: &Partition) -> Option<String> {
+    let status = node.status.as_ref()?;
+    let gpu = status.gpus.iter().find(|gpu| gpu.uuid == partition.gpu)?;
+    match &partition.instance {
+        None => Some(gpu.name.clone()),
+        Some(wanted) => {
+            let profile = status.geometry_of(gpu)?.profile(&wanted.profile)?;
+            Some(names::instance_device(&gpu.name, profile.id, wanted.placement.start))
+        }
+    }
+}
+
+/// The partition that a DRA device name stands for, owned by `owner`.
+pub fn partition_of(node: &GpuNode, device: &str, owner: Owner) -> Option<Partition> {
+    let status = node.status.as_ref()?;
+    for gpu in &status.gpus {
+        if gpu.name == device {
+            return Some(Partition { gpu: gpu.uuid.clone(), instance: None, owner });
+        }
+        let Some(rest) = device.strip_prefix(&gpu.name).and_then(|rest| rest.strip_prefix("-mig-")) else {
+            continue;
+        };
+        let (id, start) = rest.split_once('-')?;
+        let (id, start): (u32, u32) = (id.parse().ok()?, start.parse().ok()?);
+        let profile = status.geometry_of(gpu)?.profiles.iter().find(|profile| profile.id == id)?;
+        let instance = WantedInstance {
+            profile: profile.name.clone(),
+            placement: kerf_crds::gpu_node::Placement { start, size: profile.size },
+        };
+        return Some(Partition { gpu: gpu.uuid.clone(), instance: Some(instance), owner });
+    }
+    None
+}
+
+/// What the allocation of a placement must say: request and device of each result.
+pub fn expected(node: &GpuNode, devices: &[Partition]) -> Option<BTreeSet<(String, String)>> {
+    devices
+        .iter()
+        .map(|partition| match &partition.owner {
+            Owner::Claim(owner) => Some((owner.request.clone(), device_of(node, partition)?)),
+            Owner::Policy(_) | Owner::Reservation(_) => None,
+        })
+        .collect()
+}
+
+/// The allocation of a placement. `allocationTimestamp` must be there: kube-scheduler would add it, and cannot.
+pub fn allocate(
+    claim: &ResourceClaim,
+    node: &GpuNode,
+    devices: &[Partition],
+    now: Timestamp,
+) -> Option<AllocationResult> {
+    let name = node.name_any();
+    let results = expected(node, devices)?
+        .into_iter()
+        .map(|(request, device)| DeviceRequestAllocationResult {
+            tolerations: tolerations(claim, &request),
+            request,
+            driver: names::DRIVER.into(),
+            pool: name.clone(),
+            device,
+            ..DeviceRequestAllocationResult::default()
+        })
+        .collect();
+    Some(AllocationResult {
+        allocation_timestamp: Some(Time(now)),
+        devices: Some(DeviceAllocationResult { config: config(claim), results: Some(results) }),
+        // Exactly one term with one field: only then does the API server let the node's daemon write the claim's
+        // device status with its node-bound token.
+        node_selector: Some(NodeSelector {
+            node_selector_terms: vec![NodeSelectorTerm {
+                match_fields: Some(vec![NodeSelectorRequirement {
+                    key: "metadata.name".into(),
+                    operator: "In".into(),
+                    values: Some(vec![name]),
+                }]),
+                match_expressions: None,
+            }],
+        }),
+    })
+}
+
+/// The tolerations that the claim's request states; the taint eviction controller reads them from the allocation.
+fn tolerations(claim: &ResourceClaim, request: &str) -> Option<Vec<DeviceToleration>> {
+    let (main, sub) = request.split_once('/').map_or((request, None), |(main, sub)| (main, Some(sub)));
+    let requests = devices(claim)?.requests.as_ref()?;
+    let found = requests.iter().find(|candidate| candidate.name == main)?;
+    match sub {
+        None => found.exactly.as_ref()?.tolerations.clone(),
+        Some(sub) => found
+            .first_available
+            .as_ref()?
+            .iter()
+            .find(|candidate| candidate.name == sub)?
+            .tolerations
+            .clone(),
+    }
+}
+
+/// The claim's own configuration, as Kubernetes' allocator copies it.
+fn config(
+    claim: &ResourceClaim,
+) -> Option<Vec<k8s_openapi::api::resource::v1::DeviceAllocationConfiguration>> {
+    let config = devices(claim)?.config.as_ref()?;
+    let copied: Vec<_> = config
+        .iter()
+        .map(|config| k8s_openapi::api::resource::v1::DeviceAllocationConfiguration {
+            opaque: config.opaque.clone(),
+            requests: config.requests.clone(),
+            source: "FromClaim".into(),
+        })
+        .collect();
+    (!copied.is_empty()).then_some(copied)
+}

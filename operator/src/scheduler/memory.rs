@@ -1,0 +1,256 @@
+//! What a leader remembers from cycle to cycle. All of it may be lost at any moment: it spares writes and sets the
+//! pace, and everything that correctness rests on is in the API server.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::placements::Key;
+
+/// First pause after a failure; doubled each time.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+/// Time for a watch to tell what a conflicting write has just met.
+const CATCH_UP: Duration = Duration::from_millis(50);
+/// Longest pause.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// How long a place that was given up is avoided, and a pod is not moved again; doubled each time.
+const CALM: Duration = Duration::from_secs(5);
+/// Longest time without another withdrawal.
+const LONGEST_CALM: Duration = Duration::from_secs(300);
+/// A pod is found stranded for this long before it is evicted, so that watches of pods and claims can catch up.
+pub const STRANDED: Duration = Duration::from_secs(5);
+
+/// See the module.
+#[derive(Debug, Default)]
+pub struct Memory(Mutex<Inner>);
+
+#[derive(Debug, Default)]
+struct Inner {
+    pods: HashMap<String, PodMemory>,
+    withdrawing: HashSet<Key>,
+    read_live: HashSet<Key>,
+    /// UIDs of claims that this process has allocated.
+    allocated: HashSet<String>,
+}
+
+#[derive(Debug, Default)]
+struct PodMemory {
+    hold: bool,
+    withdrawals: u32,
+    calm_until: Option<Instant>,
+    avoid: Vec<(String, Instant)>,
+    failures: u32,
+    retry_at: Option<Instant>,
+    trouble: Option<(&'static str, String)>,
+    stranded_since: Option<Instant>,
+    told_at: Option<Instant>,
+}
+
+fn doubled(first: Duration, times: u32, longest: Duration) -> Duration {
+    first.saturating_mul(1u32.checked_shl(times).unwrap_or(u32::MAX)).min(longest)
+}
+
+impl Memory {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the placement is being given up.
+    pub fn withdraws(&self, key: &Key) -> bool {
+        self.lock().withdrawing.contains(key)
+    }
+
+    /// Begins to give a placement up. The pod stays out of that node, and is not moved again, for a while.
+    pub fn withdraw(&self, key: &Key, now: Instant) {
+        let mut inner = self.lock();
+        if inner.withdrawing.insert(key.clone()) {
+            inner.read_live.remove(key);
+            let pod = inner.pods.entry(key.pod_uid.clone()).or_default();
+            let calm = doubled(CALM, pod.withdrawals, LONGEST_CALM);
+            pod.withdrawals += 1;
+            pod.calm_until = Some(now + calm);
+            pod.avoid.push((key.node.clone(), now + calm));
+            pod.hold = false;
+        }
+    }
+
+    /// The placement's record is gone.
+    pub fn removed(&self, key: &Key) {
+        let mut inner = self.lock();
+        inner.withdrawing.remove(key);
+        inner.read_live.remove(key);
+    }
+
+    /// Whether the pod may be moved now.
+    pub fn calm(&self, pod_uid: &str, now: Instant) -> bool {
+        self.lock().pods.get(pod_uid).and_then(|pod| pod.calm_until).is_none_or(|until| until <= now)
+    }
+
+    /// Nodes that the pod avoids.
+    pub fn avoided(&self, pod_uid: &str, now: Instant) -> Vec<String> {
+        let inner = self.lock();
+        let avoided = inner.pods.get(pod_uid).into_iter().flat_map(|pod| &pod.avoid);
+        avoided.filter(|(_, until)| *until > now).map(|(node, _)| node.clone()).collect()
+    }
+
+    /// Whether the allocation is to be held against kube-scheduler.
+    pub fn holds(&self, pod_uid: &str) -> bool {
+        self.lock().pods.get(pod_uid).is_some_and(|pod| pod.hold)
+    }
+
+    /// Holds the pod's next allocation.
+    pub fn hold(&self, pod_uid: &str) {
+        self.lock().pods.entry(pod_uid.to_owned()).or_default().hold = true;
+    }
+
+    /// We have allocated this claim.
+    pub fn allocated(&self, claim_uid: &str) {
+        self.lock().allocated.insert(claim_uid.to_owned());
+    }
+
+    /// The claim's allocation was cleared by us; answers whether we had made it.
+    pub fn cleared(&self, claim_uid: &str) -> bool {
+        self.lock().allocated.remove(claim_uid)
+    }
+
+    /// The pod was read from the API server after the allocation was seen cleared.
+    pub fn note_read(&self, key: &Key) {
+        self.lock().read_live.insert(key.clone());
+    }
+
+    /// See [`Memory::note_read`].
+    pub fn read_live(&self, key: &Key) -> bool {
+        self.lock().read_live.contains(key)
+    }
+
+    /// The allocation is there (again): an earlier read of the pod proves nothing.
+    pub fn forget_read(&self, key: &Key) {
+        self.lock().read_live.remove(key);
+    }
+
+    /// A step for the pod failed; it is tried again after a pause.
+    pub fn failed(&self, pod_uid: &str, reason: &'static str, message: String, now: Instant) {
+        let mut inner = self.lock();
+        let pod = inner.pods.entry(pod_uid.to_owned()).or_default();
+        pod.retry_at = Some(now + doubled(FIRST_PAUSE, pod.failures, LONGEST_PAUSE));
+        pod.failures += 1;
+        pod.trouble = Some((reason, message));
+    }
+
+    /// A write met a newer version of its object: looked at again as soon as the watch has told it.
+    pub fn overtaken(&self, pod_uid: &str, now: Instant) {
+        self.lock().pods.entry(pod_uid.to_owned()).or_default().retry_at = Some(now + CATCH_UP);
+    }
+
+    /// A step for the pod succeeded.
+    pub fn succeeded(&self, pod_uid: &str) {
+        if let Some(pod) = self.lock().pods.get_mut(pod_uid) {
+            pod.failures = 0;
+            pod.retry_at = None;
+            pod.trouble = None;
+        }
+    }
+
+    /// Whether the pod's next step may be tried.
+    pub fn may_try(&self, pod_uid: &str, now: Instant) -> bool {
+        self.lock().pods.get(pod_uid).and_then(|pod| pod.retry_at).is_none_or(|at| at <= now)
+    }
+
+    /// Lets the pod's next step be tried at once.
+    pub fn try_now(&self, pod_uid: &str) {
+        if let Some(pod) = self.lock().pods.get_mut(pod_uid) {
+            pod.retry_at = None;
+        }
+    }
+
+    /// What went wrong with the pod last, until something succeeds.
+    pub fn trouble(&self, pod_uid: &str) -> Option<(&'static str, String)> {
+        self.lock().pods.get(pod_uid)?.trouble.clone()
+    }
+
+    /// Notes that the pod is stranded; answers whether it has been for long enough.
+    pub fn stranded(&self, pod_uid: &str, now: Instant) -> bool {
+        let mut inner = self.lock();
+        let since = *inner.pods.entry(pod_uid.to_owned()).or_default().stranded_since.get_or_insert(now);
+        now.duration_since(since) >= STRANDED
+    }
+
+    /// The pod is not stranded.
+    pub fn not_stranded(&self, pod_uid: &str) {
+        if let Some(pod) = self.lock().pods.get_mut(pod_uid) {
+            pod.stranded_since = None;
+        }
+    }
+
+    /// When the pod's condition was last written.
+    pub fn told_at(&self, pod_uid: &str) -> Option<Instant> {
+        self.lock().pods.get(pod_uid)?.told_at
+    }
+
+    /// The pod's condition was written.
+    pub fn told(&self, pod_uid: &str, now: Instant) {
+        self.lock().pods.entry(pod_uid.to_owned()).or_default().told_at = Some(now);
+    }
+
+    /// The earliest moment at which something that waits now may go on.
+    pub fn next_moment(&self, now: Instant) -> Option<Instant> {
+        let inner = self.lock();
+        let moments = inner.pods.values().flat_map(|pod| {
+            let stranded = pod.stranded_since.map(|since| since + STRANDED);
+            [pod.retry_at, pod.calm_until, stranded]
+        });
+        moments.flatten().filter(|moment| *moment > now).min()
+    }
+
+    /// Forgets pods and placements that are over.
+    pub fn prune(&self, pod_lives: impl Fn(&str) -> bool, claim_lives: impl Fn(&str) -> bool) {
+        let mut inner = self.lock();
+        inner.pods.retain(|uid, _| pod_lives(uid));
+        inner.withdrawing.retain(|key| pod_lives(&key.pod_uid));
+        inner.read_live.retain(|key| pod_lives(&key.pod_uid));
+        inner.allocated.retain(|uid| claim_lives(uid));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(node: &str) -> Key {
+        Key {
+            node: node.into(),
+            namespace: "n".into(),
+            claim: "c".into(),
+            pod: "p".into(),
+            pod_uid: "u".into(),
+        }
+    }
+
+    #[test]
+    fn a_withdrawn_pod_avoids_the_node_and_rests_longer_each_time() {
+        let (memory, now) = (Memory::default(), Instant::now());
+        memory.withdraw(&key("a"), now);
+        assert!(memory.withdraws(&key("a")));
+        assert_eq!(memory.avoided("u", now), ["a"]);
+        assert!(!memory.calm("u", now));
+        assert!(memory.calm("u", now + CALM));
+        memory.removed(&key("a"));
+        memory.withdraw(&key("b"), now + CALM);
+        assert!(!memory.calm("u", now + CALM + CALM));
+        assert!(memory.calm("u", now + 3 * CALM));
+    }
+
+    #[test]
+    fn failures_pause_and_success_ends_the_pause() {
+        let (memory, now) = (Memory::default(), Instant::now());
+        memory.failed("u", "Retrying", "x".into(), now);
+        assert!(!memory.may_try("u", now));
+        assert!(memory.may_try("u", now + FIRST_PAUSE));
+        memory.failed("u", "Retrying", "x".into(), now);
+        assert!(!memory.may_try("u", now + FIRST_PAUSE));
+        assert_eq!(memory.next_moment(now), Some(now + 2 * FIRST_PAUSE));
+        memory.succeeded("u");
+        assert!(memory.may_try("u", now));
+        assert_eq!(memory.trouble("u"), None);
+    }
+}

@@ -1,0 +1,79 @@
+//! The scheduler: allocates ahead of kube-scheduler, which binds.
+//!
+//! ```text
+//!  World ─▶ matching ─▶ snapshot ─▶ requests ─▶ kerf_planner::plan ─┐
+//!     └───▶ placements (join) ─▶ protocol::next ────────────────────┴▶ cycle::Decision ─▶ apply ─▶ API server
+//! ```
+//! `cycle` is the order of things; `memory` sets the pace; `tell` is what pods are told; `selectors` is CEL; `claims`
+//! are shapes.
+
+pub mod apply;
+pub mod claims;
+pub mod cycle;
+pub mod memory;
+pub mod placements;
+pub mod requests;
+pub mod selectors;
+pub mod snapshot;
+pub mod tell;
+
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+use k8s_openapi::jiff::Timestamp;
+
+use crate::cache::Stored;
+use crate::controller;
+use apply::Writer;
+use selectors::Selectors;
+
+/// Least time between the beginnings of two cycles: changes that come together are planned together.
+const COALESCE: Duration = Duration::from_millis(10);
+/// A cycle comes at least this often, for what only time changes (reservations that lapse).
+const IDLE: Duration = Duration::from_secs(10);
+
+/// Runs cycles until `stop` resolves. Does nothing while another leads.
+pub async fn run(writer: Writer, stop: impl Future<Output = ()>) {
+    let selectors = Selectors::default();
+    let mut stop = std::pin::pin!(stop);
+    let mut pause = IDLE;
+    loop {
+        tokio::select! {
+            () = writer.cache.changed() => {}
+            () = tokio::time::sleep(pause) => {}
+            () = &mut stop => return,
+        }
+        let began = Instant::now();
+        if !writer.leadership.holds() {
+            pause = IDLE;
+            continue;
+        }
+        let (decision, policies, classes) = {
+            let world = writer.cache.read();
+            if !world.synced() {
+                pause = IDLE;
+                continue;
+            }
+            let wall = Timestamp::now().as_second();
+            let decision = cycle::decide(&world, &writer.memory, &selectors, began, wall);
+            let pods = world.interesting.iter().filter_map(|key| Some(world.pods.get(key)?.uid.as_str()));
+            let pods: HashSet<&str> = pods.collect();
+            let claims: HashSet<&str> = world.claims.iter().map(|claim| claim.uid()).collect();
+            writer.memory.prune(|uid| pods.contains(uid), |uid| claims.contains(uid));
+            let policies = controller::status::all(&world, &decision.matches, &decision.problems);
+            let classes = controller::classes::missing(&world);
+            (decision, policies, classes)
+        };
+        tracing::debug!(took = ?began.elapsed(), nodes = decision.specs.len(), drive = decision.drive.len(), "cycle");
+        futures::join!(
+            writer.apply(&decision),
+            controller::write::classes(&writer, classes),
+            controller::write::policies(&writer, policies),
+        );
+        let next = writer.memory.next_moment(Instant::now());
+        pause = next.map_or(IDLE, |at| at.saturating_duration_since(Instant::now())).min(IDLE);
+        if let Some(rest) = COALESCE.checked_sub(began.elapsed()) {
+            tokio::time::sleep(rest).await;
+        }
+    }
+}

@@ -1,0 +1,312 @@
+//! The join of commit records with claims, pods and reports: what [`kerf_planner::protocol::next`] is asked.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kerf_crds::GpuNode;
+use kerf_crds::gpu_node::{ClaimReference, GpuNodeStatus, Owner, Partition};
+use kerf_planner::protocol::{self, Observed};
+use kube::ResourceExt;
+
+use super::claims;
+use super::memory::Memory;
+use super::requests;
+use crate::cache::{PodInfo, World};
+
+/// Which placement: a pod's claim on a node.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Key {
+    pub node: String,
+    pub namespace: String,
+    pub claim: String,
+    pub pod: String,
+    pub pod_uid: String,
+}
+
+/// Every placement of which there is a commit record or an allocation.
+pub fn all(world: &World) -> BTreeSet<Key> {
+    let mut keys = BTreeSet::new();
+    let mut recorded: BTreeSet<(String, String, String)> = BTreeSet::new();
+    for node in world.gpu_nodes.iter() {
+        for partition in &node.spec.partitions {
+            let Owner::Claim(owner) = &partition.owner else { continue };
+            recorded.insert((node.name_any(), owner.namespace.clone(), owner.name.clone()));
+            keys.insert(Key {
+                node: node.name_any(),
+                namespace: owner.namespace.clone(),
+                claim: owner.name.clone(),
+                pod: owner.pod.clone(),
+                pod_uid: owner.pod_uid.clone(),
+            });
+        }
+    }
+    // Allocated by Kerf's driver, without a record.
+    for claim in world.claims.iter() {
+        let Some(allocation) = claims::allocation(claim) else { continue };
+        let Some(node) = claims::node_of(allocation) else { continue };
+        let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
+        if recorded.contains(&(node.clone(), namespace.clone(), name.clone())) {
+            continue;
+        }
+        let reserved = claim.status.iter().filter_map(|status| status.reserved_for.as_ref()).flatten();
+        let consumer = reserved.filter(|consumer| consumer.resource == "pods").next();
+        keys.insert(Key {
+            node,
+            namespace,
+            claim: name,
+            pod: consumer.map(|consumer| consumer.name.clone()).unwrap_or_default(),
+            pod_uid: consumer.map(|consumer| consumer.uid.clone()).unwrap_or_default(),
+        });
+    }
+    keys
+}
+
+/// A placement and the objects that it was read from.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    pub observed: Observed,
+    pub pod: Option<Arc<PodInfo>>,
+    pub claim: Option<Arc<ResourceClaim>>,
+    pub node: Option<Arc<GpuNode>>,
+    /// The entries of the commit record.
+    pub devices: Vec<Partition>,
+}
+
+/// Looks at one placement.
+pub fn look(world: &World, memory: &Memory, key: &Key) -> Seen {
+    let node = world.gpu_nodes.get(&key.node).cloned();
+    let devices = node.as_deref().map(|node| devices_of(node, key)).unwrap_or_default();
+    let claim = world.claim(&key.namespace, &key.claim).cloned();
+    let pod = consumer(world, key, claim.as_deref());
+    let ours = pod.as_deref().map_or_else(
+        || claim.as_deref().is_some_and(|claim| claims::owner_uid(claim) == Some(&key.pod_uid)),
+        |pod| pod.own_claim() == Some(&key.claim),
+    );
+    let pod_state = match pod.as_deref() {
+        None => protocol::Pod::Gone,
+        Some(pod) if pod.done => protocol::Pod::Done,
+        Some(pod) => match &pod.node {
+            Some(node) => protocol::Pod::Bound { here: *node == key.node },
+            None if pod.gated() => protocol::Pod::Gated,
+            None => protocol::Pod::Unbound,
+        },
+    };
+    let claim_state =
+        claim_state(claim.as_deref(), pod.as_deref(), node.as_deref(), key, &devices, ours, &pod_state);
+    let reference = ClaimReference {
+        namespace: key.namespace.clone(),
+        name: key.claim.clone(),
+        uid: claim.as_deref().and_then(|claim| claim.metadata.uid.clone()).unwrap_or_default(),
+    };
+    let entry = (!devices.is_empty()).then(|| {
+        let status = node.as_deref().and_then(|node| node.status.as_ref());
+        protocol::Entry {
+            ready: status.is_some_and(|status| devices.iter().all(|d| ready(status, d, &reference))),
+            in_use: status.is_some_and(|status| devices.iter().any(|d| in_use(status, d))),
+        }
+    });
+    let observed = Observed {
+        pod: pod_state,
+        claim: claim_state,
+        entry,
+        claim_is_ours: ours,
+        withdraw: memory.withdraws(key),
+        hold: memory.holds(&key.pod_uid),
+        pod_read_live: memory.read_live(key),
+    };
+    Seen { observed, pod, claim, node, devices }
+}
+
+/// The entries of a placement.
+pub fn devices_of(node: &GpuNode, key: &Key) -> Vec<Partition> {
+    let all = node.spec.partitions.iter();
+    all.filter(|partition| owns(key, &partition.owner)).cloned().collect()
+}
+
+/// Whether the entry is of this placement.
+pub fn owns(key: &Key, owner: &Owner) -> bool {
+    matches!(owner, Owner::Claim(owner)
+        if owner.pod_uid == key.pod_uid && owner.name == key.claim && owner.namespace == key.namespace)
+}
+
+/// The pod for which the placement is kept: the one that it was made for, or, if that is over, another that shares the
+/// claim.
+fn consumer(world: &World, key: &Key, claim: Option<&ResourceClaim>) -> Option<Arc<PodInfo>> {
+    let first = world.pod(&key.namespace, &key.pod, &key.pod_uid);
+    if first.is_some_and(|pod| !pod.done) {
+        return first.cloned();
+    }
+    let reserved = claim.and_then(|claim| claim.status.as_ref()?.reserved_for.as_ref());
+    let others = reserved.into_iter().flatten().filter(|consumer| consumer.resource == "pods");
+    let alive = others
+        .filter_map(|consumer| world.pod(&key.namespace, &consumer.name, &consumer.uid))
+        .find(|pod| !pod.done);
+    alive.or(first).cloned()
+}
+
+fn claim_state(
+    claim: Option<&ResourceClaim>,
+    pod: Option<&PodInfo>,
+    node: Option<&GpuNode>,
+    key: &Key,
+    devices: &[Partition],
+    ours: bool,
+    pod_state: &protocol::Pod,
+) -> protocol::Claim {
+    let Some(claim) = claim else { return protocol::Claim::Absent };
+    if ours {
+        let stolen = match pod {
+            Some(pod) => !claims::belongs_to(claim, pod),
+            None => claims::owner_uid(claim) != Some(&key.pod_uid),
+        };
+        if stolen {
+            return protocol::Claim::Stolen;
+        }
+    }
+    let Some(allocation) = claims::allocation(claim) else {
+        return if claim.metadata.deletion_timestamp.is_some() {
+            protocol::Claim::Deleting
+        } else {
+            protocol::Claim::Unallocated
+        };
+    };
+    let consumers = claim.status.iter().filter_map(|status| status.reserved_for.as_ref()).flatten();
+    let mut held = false;
+    let mut reserved_for_us = false;
+    for consumer in consumers {
+        held |= claims::is_hold(consumer);
+        reserved_for_us |= pod.is_some_and(|pod| pod.uid == consumer.uid) || consumer.uid == key.pod_uid;
+    }
+    let there: BTreeSet<(String, String)> =
+        claims::results(allocation).map(|result| (result.request.clone(), result.device.clone())).collect();
+    let on_node = claims::node_of(allocation).as_deref() == Some(&key.node);
+    let expected = node.and_then(|node| claims::expected(node, devices));
+    let as_planned = on_node
+        && match expected {
+            Some(expected) => expected == there,
+            // The GPU is out of the report: nothing says that the allocation is another.
+            None => there.len() == devices.len(),
+        };
+    // The claim has passed on: the pod of this record is over and the allocation is of the next one.
+    if matches!(pod_state, protocol::Pod::Gone | protocol::Pod::Done) && !(reserved_for_us || as_planned) {
+        return protocol::Claim::Absent;
+    }
+    protocol::Claim::Allocated { as_planned, held }
+}
+
+/// Whether the device exists, is healthy and free for the claim.
+fn ready(status: &GpuNodeStatus, device: &Partition, claim: &ClaimReference) -> bool {
+    let Some(gpu) = status.gpus.iter().find(|gpu| gpu.uuid == device.gpu) else { return false };
+    if gpu.unhealthy.is_some() || gpu.unmanaged.is_some() {
+        return false;
+    }
+    let free = |claims: &[ClaimReference], processes: u32| {
+        claims.iter().all(|held| held == claim) && (processes == 0 || !claims.is_empty())
+    };
+    match &device.instance {
+        None => !gpu.mig.enabled && gpu.instances.is_empty() && free(&gpu.claims, gpu.processes),
+        Some(wanted) => {
+            gpu.mig.enabled
+                && gpu.instances.iter().any(|instance| {
+                    instance.placement == wanted.placement
+                        && kerf_crds::profile::same(&instance.profile, &wanted.profile)
+                        && instance.uuid.is_some()
+                        && !instance.foreign
+                        && instance.unhealthy.is_none()
+                        && free(&instance.claims, instance.processes)
+                })
+        }
+    }
+}
+
+/// Whether the device is prepared for a claim, or has processes.
+fn in_use(status: &GpuNodeStatus, device: &Partition) -> bool {
+    let Some(gpu) = status.gpus.iter().find(|gpu| gpu.uuid == device.gpu) else { return false };
+    match &device.instance {
+        None => !gpu.claims.is_empty() || (!gpu.mig.enabled && gpu.processes > 0),
+        Some(wanted) => {
+            gpu.instances.iter().any(|instance| instance.placement == wanted.placement && instance.in_use())
+        }
+    }
+}
+
+/// Pods bound somewhere although their claims for Kerf's devices are neither allocated nor on record: they can never
+/// run there.
+pub fn stranded(world: &World) -> Vec<Arc<PodInfo>> {
+    let recorded: BTreeSet<String> = world
+        .gpu_nodes
+        .iter()
+        .flat_map(|node| &node.spec.partitions)
+        .filter_map(|partition| match &partition.owner {
+            Owner::Claim(owner) => Some(format!("{}/{}", owner.namespace, owner.name)),
+            Owner::Policy(_) | Owner::Reservation(_) => None,
+        })
+        .collect();
+    let pods = world.interesting.iter().filter_map(|key| world.pods.get(key));
+    pods.filter(|pod| pod.node.is_some() && !pod.done && !pod.deleting)
+        .filter(|pod| {
+            let claims = pod.detail.iter().flat_map(|detail| &detail.claims);
+            claims.filter_map(|claim| claim.claim.as_ref()).any(|name| {
+                let key = format!("{}/{name}", pod.namespace);
+                if recorded.contains(&key) {
+                    return false;
+                }
+                match world.claims.get(&key) {
+                    Some(claim) => {
+                        claims::allocation(claim).is_none() && requests::claim_is_for_kerf(world, claim)
+                    }
+                    None => pod.own_claim() == Some(name),
+                }
+            })
+        })
+        .cloned()
+        .collect()
+}
+
+/// Records that must go because the same claim of the same pod is on record on another node too: the one that the
+/// allocation is on stays, else the first.
+pub fn duplicates(world: &World, keys: &BTreeSet<Key>) -> BTreeSet<Key> {
+    let mut by_claim: BTreeMap<(&str, &str, &str), Vec<&Key>> = BTreeMap::new();
+    for key in keys {
+        by_claim.entry((&key.namespace, &key.claim, &key.pod_uid)).or_default().push(key);
+    }
+    let mut extra = BTreeSet::new();
+    for ((namespace, name, _), keys) in by_claim {
+        if keys.len() < 2 {
+            continue;
+        }
+        let allocated = world
+            .claim(namespace, name)
+            .and_then(|claim| claims::allocation(claim))
+            .and_then(claims::node_of);
+        let stays = keys
+            .iter()
+            .find(|key| Some(&key.node) == allocated.as_ref())
+            .or(keys.first())
+            .map(|key| key.node.clone());
+        extra.extend(keys.into_iter().filter(|key| Some(&key.node) != stays.as_ref()).cloned());
+    }
+    extra
+}
+
+/// The entries that an allocation without a record stands for.
+pub fn restore(node: &GpuNode, claim: &ResourceClaim, key: &Key) -> Option<Vec<Partition>> {
+    let allocation = claims::allocation(claim)?;
+    let owner = |request: &str| {
+        Owner::Claim(kerf_crds::gpu_node::ClaimOwner {
+            namespace: key.namespace.clone(),
+            name: key.claim.clone(),
+            pod: key.pod.clone(),
+            pod_uid: key.pod_uid.clone(),
+            request: request.to_owned(),
+        })
+    };
+    claims::results(allocation)
+        .map(|result| claims::partition_of(node, &result.device, owner(&result.request)))
+        .collect()
+}
+
+#[cfg(test)]
+#[path = "placements_tests.rs"]
+mod tests;

@@ -1,0 +1,306 @@
+//! World → [`kerf_planner::snapshot::Snapshot`], without the requests.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+use kerf_crds::conditions;
+use kerf_crds::gpu_node::{self, GpuNodeStatus, Owner, Partition, PolicyInstance};
+use kerf_crds::partition_policy::{MigMode, ModeSwitch, PlacementStrategy};
+use kerf_crds::{GpuNode, PartitionPolicy};
+use kerf_planner::snapshot::{
+    Capability, Engines, Geometry, GeometryIndex, Gpu, Instance, InstanceState, Node, Profile, Snapshot,
+    Strategy,
+};
+use kube::ResourceExt;
+
+use crate::cache::World;
+use crate::controller::matching::{Match, Matches};
+
+/// A snapshot and the way back from its indices.
+#[derive(Debug, Default)]
+pub struct Board {
+    pub snapshot: Snapshot,
+    /// The objects behind `snapshot.nodes`; GPUs are in the order of `status.gpus`.
+    pub gpu_nodes: Vec<Arc<GpuNode>>,
+    /// Per node: what pods of a lower priority than the key's would give back, for kube-scheduler's preemption.
+    pub evictable: Vec<Vec<(i32, BTreeMap<String, i128>)>>,
+}
+
+impl Board {
+    /// Index of a node.
+    pub fn node(&self, name: &str) -> Option<usize> {
+        self.gpu_nodes.binary_search_by(|node| node.name_any().as_str().cmp(name)).ok()
+    }
+
+    /// The report of a node.
+    pub fn status(&self, node: usize) -> Option<&GpuNodeStatus> {
+        self.gpu_nodes.get(node)?.status.as_ref()
+    }
+
+    /// The report of a GPU.
+    pub fn gpu(&self, node: usize, gpu: usize) -> Option<&gpu_node::Gpu> {
+        self.status(node)?.gpus.get(gpu)
+    }
+}
+
+/// Takes the snapshot.
+pub fn take(world: &World, matches: &Matches) -> Board {
+    let mut board = Board::default();
+    let mut places: HashMap<&str, usize> = HashMap::new();
+    // In the order of their names, which `Board::node` relies on.
+    for gpu_node in world.gpu_nodes.iter() {
+        board.gpu_nodes.push(Arc::clone(gpu_node));
+    }
+    let names: Vec<String> = board.gpu_nodes.iter().map(|node| node.name_any()).collect();
+    for (index, name) in names.iter().enumerate() {
+        places.insert(name, index);
+        let matches = matches.get(name);
+        let node =
+            node(world, &Arc::clone(&board.gpu_nodes[index]), name, matches, &mut board.snapshot.geometries);
+        board.snapshot.nodes.push(node);
+        board.evictable.push(Vec::new());
+    }
+    for pod in world.pods.iter() {
+        if pod.done {
+            continue;
+        }
+        let Some(&index) = pod.node.as_deref().and_then(|node| places.get(node)) else { continue };
+        take_away(&mut board.snapshot.nodes[index].free_milli, &pod.milli);
+        board.evictable[index].push((pod.priority, pod.milli.clone()));
+    }
+    // Pods with a place that are not bound yet.
+    let mut counted: BTreeSet<(&str, usize)> = BTreeSet::new();
+    for (index, gpu_node) in board.gpu_nodes.iter().enumerate() {
+        for partition in &gpu_node.spec.partitions {
+            let Owner::Claim(owner) = &partition.owner else { continue };
+            if !counted.insert((&owner.pod_uid, index)) {
+                continue;
+            }
+            let Some(pod) = world.pod(&owner.namespace, &owner.pod, &owner.pod_uid) else { continue };
+            if pod.node.is_none() && !pod.done {
+                take_away(&mut board.snapshot.nodes[index].free_milli, &pod.milli);
+            }
+        }
+    }
+    board
+}
+
+/// Resources that a node does not have at all are left missing.
+pub fn take_away(free: &mut BTreeMap<String, i128>, taken: &BTreeMap<String, i128>) {
+    for (name, amount) in taken {
+        if let Some(left) = free.get_mut(name) {
+            *left -= amount;
+        }
+    }
+}
+
+fn node(
+    world: &World,
+    gpu_node: &GpuNode,
+    name: &str,
+    matches: Option<&BTreeMap<String, Match>>,
+    geometries: &mut Vec<Geometry>,
+) -> Node {
+    let kubernetes = world.nodes.get(name);
+    let status = gpu_node.status.as_ref();
+    let follows = status.is_some_and(|status| {
+        status.conditions.iter().any(|c| c.type_ == conditions::node::READY && c.status == "True")
+    });
+    let nobody = Match::Nobody;
+    let gpus = status.iter().flat_map(|status| &status.gpus).map(|observed| {
+        let matched = matches.and_then(|all| all.get(&observed.uuid)).unwrap_or(&nobody);
+        gpu(gpu_node, observed, matched, geometries)
+    });
+    let gpus = gpus.collect();
+    match kubernetes {
+        Some(node) => Node {
+            name: name.to_owned(),
+            labels: node.labels.clone(),
+            taints: node.taints.clone(),
+            unschedulable: node.unschedulable,
+            ready: node.ready && !node.deleting && follows,
+            free_milli: node.allocatable.clone(),
+            gpus,
+        },
+        // The report of a node that is gone.
+        None => Node { name: name.to_owned(), gpus, ..Node::default() },
+    }
+}
+
+fn gpu(gpu_node: &GpuNode, observed: &gpu_node::Gpu, matched: &Match, geometries: &mut Vec<Geometry>) -> Gpu {
+    let partitions: Vec<&Partition> =
+        gpu_node.spec.partitions.iter().filter(|partition| partition.gpu == observed.uuid).collect();
+    let reported = gpu_node.status.as_ref().and_then(|status| status.geometry_of(observed));
+    let policy = matched.policy();
+    let geometry = reported.map(convert);
+    let allowed = match (&geometry, policy) {
+        (Some(geometry), Some(policy)) => allowed_profiles(geometry, policy),
+        _ => BTreeSet::new(),
+    };
+    let (mig, whole) =
+        policy.map_or((Capability::No, Capability::No), |policy| capabilities(observed, policy));
+    Gpu {
+        uuid: observed.uuid.clone(),
+        closed: closed(observed, matched),
+        mig: if geometry.is_some() { mig } else { Capability::No },
+        whole,
+        allowed,
+        fixed: policy.is_some_and(|policy| policy.spec.mig.mode == MigMode::Static),
+        strategy: match policy.map(|policy| policy.spec.placement).unwrap_or_default() {
+            PlacementStrategy::Pack => Strategy::Pack,
+            PlacementStrategy::Spread => Strategy::Spread,
+        },
+        instances: instances(observed, &partitions, geometry.as_ref()),
+        taken_whole: partitions.iter().any(|partition| partition.instance.is_none())
+            || !observed.claims.is_empty()
+            || (!observed.mig.enabled && observed.processes > 0),
+        geometry: geometry.map(|geometry| index_of(geometries, geometry)),
+    }
+}
+
+fn index_of(geometries: &mut Vec<Geometry>, geometry: Geometry) -> GeometryIndex {
+    geometries.iter().position(|known| *known == geometry).unwrap_or_else(|| {
+        geometries.push(geometry);
+        geometries.len() - 1
+    })
+}
+
+/// The planner's form of a geometry.
+pub fn convert(reported: &gpu_node::Geometry) -> Geometry {
+    let engines = |engines: &gpu_node::Engines| Engines {
+        decoder: engines.decoder,
+        encoder: engines.encoder,
+        jpeg: engines.jpeg,
+        ofa: engines.ofa,
+    };
+    Geometry {
+        name: reported.name.clone(),
+        memory_slices: reported.memory_slices,
+        engines: engines(&reported.engines),
+        profiles: reported
+            .profiles
+            .iter()
+            .map(|profile| Profile {
+                name: profile.name.clone(),
+                memory_bytes: profile.memory_bytes,
+                multiprocessors: profile.multiprocessors,
+                compute_slices: profile.compute_slices,
+                size: profile.size,
+                starts: profile.starts.clone(),
+                max_instances: profile.max_instances,
+                engines: engines(&profile.engines),
+            })
+            .collect(),
+    }
+}
+
+/// The profiles that the policy lets be handed out, by index.
+pub fn allowed_profiles(geometry: &Geometry, policy: &PartitionPolicy) -> BTreeSet<usize> {
+    let patterns = &policy.spec.mig.allowed_profiles;
+    let allowed = |name: &str| patterns.is_empty() || patterns.iter().any(|p| p.matches_profile(name));
+    geometry.profiles.iter().enumerate().filter(|(_, p)| allowed(&p.name)).map(|(index, _)| index).collect()
+}
+
+/// Whether the policy lets the GPU's MIG mode be switched.
+pub fn may_switch(observed: &gpu_node::Gpu, policy: &PartitionPolicy) -> bool {
+    match policy.spec.mig.mode_switch {
+        ModeSwitch::Never => false,
+        ModeSwitch::WithoutReset => !observed.mig.switch_needs_reset,
+        ModeSwitch::WithReset => true,
+    }
+}
+
+fn capabilities(observed: &gpu_node::Gpu, policy: &PartitionPolicy) -> (Capability, Capability) {
+    let after_switch = if may_switch(observed, policy) { Capability::AfterSwitch } else { Capability::No };
+    let (if_enabled, if_disabled) =
+        if observed.mig.enabled { (Capability::Now, after_switch) } else { (after_switch, Capability::Now) };
+    match policy.spec.mig.mode {
+        MigMode::Dynamic => (if_enabled, if_disabled),
+        MigMode::Static => (if_enabled, Capability::No),
+        MigMode::Off => (Capability::No, if_disabled),
+    }
+}
+
+fn closed(observed: &gpu_node::Gpu, matched: &Match) -> Option<String> {
+    match matched {
+        Match::Nobody => return Some("no PartitionPolicy matches it".into()),
+        Match::Conflict(policies) => {
+            let names: Vec<String> = policies.iter().map(|policy| policy.name_any()).collect();
+            return Some(format!("the PartitionPolicies {} all match it", names.join(", ")));
+        }
+        Match::One(_) => {}
+    }
+    let reason = observed.unmanaged.as_ref().or(observed.unhealthy.as_ref()).or(observed.problem.as_ref())?;
+    Some(if reason.message.is_empty() { reason.reason.clone() } else { reason.message.clone() })
+}
+
+fn instances(
+    observed: &gpu_node::Gpu,
+    partitions: &[&Partition],
+    geometry: Option<&Geometry>,
+) -> Vec<Instance> {
+    let profile = |name: &str| {
+        geometry?.profiles.iter().position(|profile| kerf_crds::profile::same(&profile.name, name))
+    };
+    let state = |owner: &Owner| match owner {
+        Owner::Claim(_) | Owner::Reservation(_) => InstanceState::Taken,
+        Owner::Policy(owner) => match owner.kind {
+            PolicyInstance::Static => InstanceState::Idle,
+            PolicyInstance::Warm => InstanceState::Warm,
+        },
+    };
+    let mut all = Vec::new();
+    let mut seen = vec![false; partitions.len()];
+    for instance in &observed.instances {
+        let entry = partitions.iter().position(|partition| {
+            partition.instance.as_ref().is_some_and(|wanted| {
+                wanted.placement == instance.placement
+                    && kerf_crds::profile::same(&wanted.profile, &instance.profile)
+            })
+        });
+        if let Some(entry) = entry {
+            seen[entry] = true;
+        }
+        let state = match entry {
+            _ if instance.foreign || instance.in_use() || instance.unhealthy.is_some() => {
+                InstanceState::Taken
+            }
+            Some(entry) => state(&partitions[entry].owner),
+            // On its way out: what will stand in its place is somebody's already.
+            None if doomed(instance, partitions) => continue,
+            None => InstanceState::Idle,
+        };
+        all.push(Instance {
+            profile: profile(&instance.profile),
+            start: instance.placement.start,
+            size: instance.placement.size,
+            state,
+            exists: true,
+        });
+    }
+    for (partition, seen) in partitions.iter().zip(seen) {
+        let Some(wanted) = &partition.instance else { continue };
+        if seen {
+            continue;
+        }
+        all.push(Instance {
+            profile: profile(&wanted.profile),
+            start: wanted.placement.start,
+            size: wanted.placement.size,
+            state: state(&partition.owner),
+            exists: false,
+        });
+    }
+    all
+}
+
+fn doomed(instance: &gpu_node::Instance, partitions: &[&Partition]) -> bool {
+    partitions.iter().any(|partition| {
+        partition.instance.as_ref().is_some_and(|wanted| wanted.placement.overlaps(&instance.placement))
+            || partition.instance.is_none()
+    })
+}
+
+#[cfg(test)]
+#[path = "snapshot_tests.rs"]
+mod tests;

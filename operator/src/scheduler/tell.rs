@@ -1,0 +1,185 @@
+//! What pods are told: Kerf's own condition, and an event when the sentence changes.
+//!
+//! A pod whose claim is missing gets neither condition nor event from Kubernetes, so every pod that Kerf handles carries
+//! Kerf's own from the first moment.
+
+use std::time::{Duration, Instant};
+
+use kerf_crds::conditions::{pod::PLANNED, pod_reason};
+use kerf_crds::gpu_node::Partition;
+use kerf_planner::protocol::{Claim, Step, Waiting};
+use kube::ResourceExt;
+use serde_json::json;
+
+use super::memory::Memory;
+use super::placements::Seen;
+use crate::cache::PodInfo;
+
+/// A sentence whose numbers change is not rewritten more often than this.
+const SAME_REASON: Duration = Duration::from_secs(2);
+
+/// Kubernetes allows 32 KiB; a sentence that long is not one.
+const LONGEST: usize = 1024;
+
+/// What a pod is told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sentence {
+    /// Status of the condition: whether the pod has its place.
+    pub planned: bool,
+    /// From [`pod_reason`].
+    pub reason: &'static str,
+    pub message: String,
+}
+
+impl Sentence {
+    /// The pod has no place, or not yet.
+    pub fn waiting(reason: &'static str, message: impl Into<String>) -> Self {
+        let mut message: String = message.into();
+        if message.len() > LONGEST {
+            let end = (0..=LONGEST).rev().find(|end| message.is_char_boundary(*end)).unwrap_or_default();
+            message.truncate(end);
+            message.push('…');
+        }
+        Self { planned: false, reason, message }
+    }
+
+    /// Whether the pod says something else now.
+    pub fn differs(&self, pod: &PodInfo) -> bool {
+        let said = pod.detail.as_ref().and_then(|detail| detail.planned.as_ref());
+        said.is_none_or(|(status, reason, message)| {
+            (status == "True") != self.planned || *reason != self.reason || *message != self.message
+        })
+    }
+
+    /// Whether it is to be written now: a new reason at once, new numbers after a while.
+    pub fn due(&self, pod: &PodInfo, memory: &Memory, now: Instant) -> bool {
+        if !self.differs(pod) {
+            return false;
+        }
+        let said = pod.detail.as_ref().and_then(|detail| detail.planned.as_ref());
+        let new_reason = said.is_none_or(|(_, reason, _)| *reason != self.reason);
+        new_reason || memory.told_at(&pod.uid).is_none_or(|at| now.duration_since(at) >= SAME_REASON)
+    }
+
+    /// The patch of pods/status that says it; with a node to nominate, so that kube-scheduler looks there first.
+    pub fn patch(&self, pod: &PodInfo, nominate: Option<&str>, now: &str) -> serde_json::Value {
+        let mut status = json!({"conditions": [{
+            "type": PLANNED,
+            "status": if self.planned { "True" } else { "False" },
+            "reason": self.reason,
+            "message": self.message,
+            "lastTransitionTime": now,
+        }]});
+        if let Some(node) = nominate {
+            status["nominatedNodeName"] = json!(node);
+        }
+        // The UID makes it fail on another pod of the same name.
+        json!({"metadata": {"uid": pod.uid}, "status": status})
+    }
+}
+
+/// What a pod with a place on record is told.
+pub fn of_placement(seen: &Seen, step: Step, trouble: Option<(&'static str, String)>) -> Option<Sentence> {
+    let node = seen.node.as_ref()?;
+    let name = node.name_any();
+    if seen.observed.withdraw {
+        return Some(Sentence::waiting(
+            pod_reason::RESHAPING,
+            format!("gives up its place on node {name}, where it cannot run now"),
+        ));
+    }
+    if let Some((reason, message)) = trouble {
+        return Some(Sentence::waiting(reason, message));
+    }
+    match (&seen.observed.claim, step) {
+        (Claim::Allocated { as_planned: true, .. }, _) => Some(allocated(seen)),
+        (Claim::Stolen, _) => Some(Sentence::waiting(
+            pod_reason::BAD_CLAIM,
+            format!(
+                "the ResourceClaim {:?} that this pod names was made by somebody else; delete it, or recreate the pod",
+                seen.claim.as_ref().map(|claim| claim.name_any()).unwrap_or_default()
+            ),
+        )),
+        (Claim::Deleting, _) => Some(Sentence::waiting(
+            pod_reason::BAD_CLAIM,
+            "its ResourceClaim is being deleted; recreate the pod".to_owned(),
+        )),
+        (Claim::Absent, Step::Wait(Waiting::ClaimConflict)) => {
+            Some(Sentence::waiting(pod_reason::BAD_CLAIM, "its ResourceClaim does not exist".to_owned()))
+        }
+        // What is ready is allocated within the same cycle; there is nothing to tell.
+        (_, Step::Allocate { .. }) => None,
+        _ if seen.observed.entry.as_ref().is_some_and(|entry| entry.ready) => None,
+        _ => Some(making(seen)),
+    }
+}
+
+/// The pod has its place.
+pub fn allocated(seen: &Seen) -> Sentence {
+    let name = seen.node.as_ref().map(|node| node.name_any()).unwrap_or_default();
+    Sentence {
+        planned: true,
+        reason: pod_reason::ALLOCATED,
+        message: format!("has {} on node {name}", list(seen)),
+    }
+}
+
+fn making(seen: &Seen) -> Sentence {
+    let name = seen.node.as_ref().map(|node| node.name_any()).unwrap_or_default();
+    let status = seen.node.as_ref().and_then(|node| node.status.as_ref());
+    let problem = seen.devices.iter().find_map(|device| {
+        let gpu = status?.gpus.iter().find(|gpu| gpu.uuid == device.gpu)?;
+        Some((gpu.index, gpu.problem.as_ref()?))
+    });
+    match problem {
+        Some((index, problem)) => Sentence::waiting(
+            pod_reason::RETRYING,
+            format!("node {name} cannot make {} yet: GPU {index}: {}", list(seen), problem.message),
+        ),
+        None => Sentence::waiting(pod_reason::RESHAPING, format!("node {name} is making {}", list(seen))),
+    }
+}
+
+fn list(seen: &Seen) -> String {
+    let status = seen.node.as_ref().and_then(|node| node.status.as_ref());
+    let one = |device: &Partition| {
+        let gpu = status.and_then(|status| status.gpus.iter().find(|gpu| gpu.uuid == device.gpu));
+        let gpu = gpu.map_or_else(|| device.gpu.clone(), |gpu| format!("GPU {}", gpu.index));
+        match &device.instance {
+            Some(instance) => {
+                format!("{} at slice {} of {gpu}", instance.profile, instance.placement.start)
+            }
+            None => format!("the whole of {gpu}"),
+        }
+    };
+    seen.devices.iter().map(one).collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cache::PodDetail;
+
+    fn pod(said: Option<(&str, &str, &str)>) -> PodInfo {
+        PodInfo {
+            uid: "u".into(),
+            detail: Some(Box::new(PodDetail {
+                planned: said.map(|(s, r, m)| (s.into(), r.into(), m.into())),
+                ..PodDetail::default()
+            })),
+            ..PodInfo::default()
+        }
+    }
+
+    #[test]
+    fn a_new_reason_is_written_at_once_and_new_numbers_after_a_while() {
+        let (memory, now) = (Memory::default(), Instant::now());
+        let sentence = Sentence::waiting(pod_reason::NO_ROOM, "4 GPUs");
+        assert!(sentence.due(&pod(None), &memory, now));
+        memory.told("u", now);
+        assert!(!sentence.due(&pod(Some(("False", "NoRoom", "4 GPUs"))), &memory, now));
+        assert!(!sentence.due(&pod(Some(("False", "NoRoom", "3 GPUs"))), &memory, now));
+        assert!(sentence.due(&pod(Some(("False", "NoRoom", "3 GPUs"))), &memory, now + SAME_REASON));
+        assert!(sentence.due(&pod(Some(("False", "NodesDoNotFit", "x"))), &memory, now));
+    }
+}
