@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use kerf_sim::caps::Capability;
 use kerf_sim::procs::{Client, pid_namespace};
@@ -56,6 +57,18 @@ impl Job {
         Job::start(Command::new(env!("CARGO_BIN_EXE_kerf-sim-job")).arg("--dev").arg(dev).args(arguments))
     }
 
+    /// Waits for the end, but not for ever, and wants it to be a good one.
+    fn end(&mut self) {
+        for _ in 0..2000 {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                assert!(status.success(), "{status}");
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        panic!("the job goes on");
+    }
+
     fn signal(&self, name: &str) {
         let status = Command::new("kill").arg(name).arg(self.0.id().to_string()).status().unwrap();
         assert!(status.success());
@@ -84,7 +97,7 @@ fn a_job_runs_on_what_it_sees_and_ends_on_sigterm() {
     assert!(node.clients().unwrap()[0].runs_on(0, gi, 0), "{:?}", node.clients());
 
     job.signal("-TERM");
-    assert!(job.0.wait().unwrap().success());
+    job.end();
     assert_eq!(node.clients().unwrap(), []);
 }
 
@@ -121,11 +134,14 @@ fn a_job_can_hang_and_can_end_by_itself() {
     let (node, folder) = node();
     let dev = dev_of(&node, folder.path(), &["nvidia1".into()]);
     let mut job = Job::in_dev(&dev, &["--ignore-sigterm"]);
+    let status = std::fs::read_to_string(format!("/proc/{}/status", job.0.id())).unwrap();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap();
+    assert_ne!(u64::from_str_radix(ignored.trim(), 16).unwrap() & 1 << (libc::SIGTERM - 1), 0, "SIGTERM");
     job.signal("-TERM");
     job.signal("-INT");
-    assert!(job.0.wait().unwrap().success(), "SIGINT ends it, SIGTERM did not");
+    job.end();
     let mut job = Job::in_dev(&dev, &["--seconds", "0.01"]);
-    assert!(job.0.wait().unwrap().success());
+    job.end();
 }
 
 /// The children of a process: of `unshare --fork`, the first process of the new PID namespace.
