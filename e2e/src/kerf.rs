@@ -38,6 +38,8 @@ pub struct KerfOptions {
     pub operator: bool,
     /// Whether nodes write a log of NVML calls.
     pub log_calls: bool,
+    /// As in [`NodeOptions::kubelet_config`], for every node.
+    pub kubelet_config: serde_json::Map<String, Value>,
 }
 
 impl KerfOptions {
@@ -52,6 +54,7 @@ impl KerfOptions {
             control_plane: ControlPlaneOptions { audit: true, ..ControlPlaneOptions::default() },
             operator: true,
             log_calls: false,
+            kubelet_config: serde_json::Map::new(),
         }
     }
 }
@@ -76,6 +79,7 @@ impl Kerf {
         let nodes = options.nodes.iter().map(|(name, gpus)| {
             let spec = NodeSpec { log_calls, ..NodeSpec::new(name, gpus.clone()) };
             let mut node = NodeOptions::new(name.clone());
+            node.kubelet_config = options.kubelet_config.clone();
             node.on_boot = Some(Arc::new(move |boot| {
                 if boot.first {
                     SimNode::create(&boot.driver_root, &spec)?;
@@ -182,12 +186,23 @@ impl Kerf {
     /// # Errors
     /// One of that name runs already, or it cannot be started.
     pub async fn start_operator(&self, name: &str) -> Result<()> {
+        self.start_operator_through(name, None).await
+    }
+
+    /// [`Self::start_operator`], with another address for the API server.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn start_operator_through(&self, name: &str, server: Option<&str>) -> Result<()> {
         let mut operators = self.operators.lock().await;
         if operators.contains_key(name) {
             bail!("the operator {name} runs already");
         }
         let port = if operators.is_empty() { self.webhook_port } else { self.cluster.free_port()? };
-        let kubeconfig = self.cluster.kubeconfig_for_service_account(NAMESPACE, "operator", None).await?;
+        let mut kubeconfig = self.cluster.kubeconfig_for_service_account(NAMESPACE, "operator", None).await?;
+        if let Some(server) = server {
+            kubeconfig = kubeconfig_with_server(&kubeconfig, server)?;
+        }
         let count = self.started.fetch_add(1, Ordering::Relaxed);
         let program = self.cluster.start_program(name, &built("kerf-operator")?, |command| {
             command
@@ -517,6 +532,19 @@ impl Kerf {
         })
         .await
     }
+}
+
+/// A copy of a kubeconfig file with another address for the API server.
+fn kubeconfig_with_server(file: &Path, server: &str) -> Result<PathBuf> {
+    let text = std::fs::read_to_string(file).with_context(|| format!("failed to read {}", file.display()))?;
+    let mut config: Value = serde_yaml_ng::from_str(&text).with_context(|| format!("{}", file.display()))?;
+    for cluster in config["clusters"].as_array_mut().into_iter().flatten() {
+        cluster["cluster"] = json!({ "server": server });
+    }
+    let copy = file.with_extension("proxied");
+    std::fs::write(&copy, config.to_string())
+        .with_context(|| format!("failed to write {}", copy.display()))?;
+    Ok(copy)
 }
 
 const DAEMON_IMAGE: &str = "kerf/node-daemon:e2e";

@@ -8,6 +8,7 @@
 
 pub mod audit;
 pub mod cluster;
+pub mod draw;
 pub mod helper;
 pub mod images;
 pub mod install;

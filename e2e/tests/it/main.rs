@@ -1,8 +1,15 @@
 //! End-to-end tests on real clusters. One program, so that they share clusters: most run side by side, each in its own
 //! namespace of [`SHARED`]; those that break things start their own.
 
+mod away;
 mod cluster;
+mod drain;
 mod guard;
+mod kerf;
+mod policy;
+mod shapes;
+mod story;
+mod unmanaged;
 
 use kerf_e2e::ClusterOptions;
 use kerf_e2e::shared::Shared;
