@@ -120,7 +120,7 @@ impl Store {
         write(&fresh, &text)?;
         let path = self.file("state.json");
         std::fs::rename(&fresh, &path).map_err(|e| Error::io("replace", &path, e))?;
-        tree::show(&self.root, &state)?;
+        tree::show_change(&self.root, &old, &state)?;
         self.mark_shown(state.generation)?;
         if state.next_event != old.next_event || lost(&state) != lost(&old) {
             // Waiters of nvmlEventSetWait watch this file, not the state, so that only events wake them.

@@ -116,37 +116,60 @@ fn proc_files(root: &Path, state: &State, model: impl Fn(&Gpu) -> Model) -> Resu
     put(&caps_folder.join("mig-minors"), caps::mig_minors().as_bytes(), 0o444)
 }
 
-/// Brings what shows the instances in step with the state: an `access` file per capability that exists, and,
-/// unless the node is set up without, a device node per capability that has ever existed.
+/// Brings what shows the instances in step with the state, whatever it showed before: an `access` file per
+/// capability that exists, and, unless the node is set up without, a device node per capability that has ever
+/// existed.
 pub fn show(root: &Path, state: &State) -> Result<(), Error> {
-    let wanted: BTreeSet<Capability> = [Capability::Config, Capability::Monitor]
-        .into_iter()
-        .chain(state.gpus.iter().flat_map(instance_capabilities))
-        .collect();
-    let folder = root.join(CAPABILITIES);
-    for capability in &wanted {
-        let path = folder.join(capability.proc_path());
-        if !path.exists() {
-            let mode = mode_of(*capability);
-            let text = format!(
-                "DeviceFileMinor: {}\nDeviceFileMode: {mode}\nDeviceFileModify: 1\n",
-                capability.minor()
-            );
-            path.parent().map_or(Ok(()), make_dir)?;
-            put(&path, text.as_bytes(), mode)?;
-        }
-        if state.options.cap_nodes == CapNodes::AtCreation {
-            let minor = capability.minor();
-            let path = root.join(CAP_NODES).join(format!("nvidia-cap{minor}"));
-            match node(&path, CAPS_MAJOR, minor, mode_of(*capability)) {
-                // A caller without the right to make nodes goes without, as without nvidia-modprobe.
-                Err(Error::Mknod { .. }) | Ok(()) => {}
-                Err(error) => return Err(error),
-            }
-        }
+    for capability in capabilities(state) {
+        appear(root, state, capability)?;
     }
     for gpu in &state.gpus {
-        remove_ended(&folder.join(format!("gpu{}/mig", gpu.minor)), gpu)?;
+        remove_ended(&root.join(CAPABILITIES).join(format!("gpu{}/mig", gpu.minor)), gpu)?;
+    }
+    Ok(())
+}
+
+/// As [`show`], where what is shown is `old`.
+pub fn show_change(root: &Path, old: &State, new: &State) -> Result<(), Error> {
+    let (before, after) = (capabilities(old), capabilities(new));
+    for capability in after.difference(&before) {
+        appear(root, new, *capability)?;
+    }
+    for capability in before.difference(&after) {
+        // The folder of a GPU instance takes those of its compute instances with it.
+        let path = root.join(CAPABILITIES).join(capability.proc_path());
+        let folder = path.parent().unwrap_or(&path);
+        match std::fs::remove_dir_all(folder) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                return Err(Error::io("remove", folder, error));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// All capabilities that exist.
+fn capabilities(state: &State) -> BTreeSet<Capability> {
+    let instances = state.gpus.iter().flat_map(instance_capabilities);
+    [Capability::Config, Capability::Monitor].into_iter().chain(instances).collect()
+}
+
+fn appear(root: &Path, state: &State, capability: Capability) -> Result<(), Error> {
+    let (minor, mode) = (capability.minor(), mode_of(capability));
+    let path = root.join(CAPABILITIES).join(capability.proc_path());
+    if !path.exists() {
+        let text = format!("DeviceFileMinor: {minor}\nDeviceFileMode: {mode}\nDeviceFileModify: 1\n");
+        path.parent().map_or(Ok(()), make_dir)?;
+        put(&path, text.as_bytes(), mode)?;
+    }
+    if state.options.cap_nodes == CapNodes::AtCreation {
+        let path = root.join(CAP_NODES).join(format!("nvidia-cap{minor}"));
+        match node(&path, CAPS_MAJOR, minor, mode) {
+            // A caller without the right to make nodes goes without, as without nvidia-modprobe.
+            Err(Error::Mknod { .. }) | Ok(()) => {}
+            Err(error) => return Err(error),
+        }
     }
     Ok(())
 }
