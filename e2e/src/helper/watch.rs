@@ -23,7 +23,7 @@ const SLOTS: u16 = 64;
 /// What the harness writes to have the logs outlive the cluster.
 pub(crate) const KEEP_LOGS: u8 = b'k';
 /// Locked by the watcher for as long as the folder is its to remove.
-pub(crate) const LOCK_FILE: &str = "lock";
+pub(crate) const LOCK_FILE: &str = ".kerf-e2e-cluster";
 
 /// What the watcher says when the cluster's namespace is there: one line of JSON.
 #[derive(Debug, Serialize, Deserialize)]

@@ -178,7 +178,7 @@ fn the_next_cluster_removes_what_a_killed_watcher_left() {
     runtime().block_on(processes_gone).unwrap();
     assert!(dir.exists() && !remains(&dir).unwrap().is_empty(), "there is nothing left to remove");
     let hour_ago = std::time::SystemTime::now() - 60 * MINUTE;
-    fs::File::open(dir.join("lock")).unwrap().set_modified(hour_ago).unwrap();
+    fs::File::open(dir.join(".kerf-e2e-cluster")).unwrap().set_modified(hour_ago).unwrap();
 
     let (mut next, next_dir) = start_harness("signal").unwrap();
     assert_eq!(remains(&dir).unwrap(), [String::new(); 0]);
