@@ -3,14 +3,13 @@
 use std::{error::Error, fs, path::PathBuf};
 
 use k8s_openapi::apiextensions_apiserver::pkg::apis::apiextensions::v1::CustomResourceDefinition;
-use kube::CustomResourceExt;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let directory = std::env::args_os()
         .nth(1)
         .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../deploy/crds"), PathBuf::from);
     fs::create_dir_all(&directory)?;
-    for crd in [kerf_crds::PartitionPolicy::crd(), kerf_crds::GpuNode::crd()] {
+    for crd in kerf_crds::definitions::definitions() {
         write(&directory, &crd)?;
     }
     Ok(())

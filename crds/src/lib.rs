@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 pub mod conditions;
+pub mod definitions;
 pub mod device;
 pub mod gpu_node;
 pub mod names;

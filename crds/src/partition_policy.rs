@@ -44,8 +44,9 @@ pub struct PartitionPolicySpec {
     #[serde(default)]
     pub mig: MigPolicy,
 
-    /// Whether pods that ask for whole GPUs by `nvidia.com/gpu` are served from the matched GPUs. While they are,
-    /// such pods in opted-in namespaces wait for Kerf; otherwise they are left to whoever else serves that resource.
+    /// Whether pods that ask for whole GPUs by `nvidia.com/gpu` are served from the matched GPUs. `Serve`: such pods in
+    /// opted-in namespaces wait for Kerf. `Ignore`: they are left to whoever else serves that resource; claims against
+    /// the DeviceClass `gpu.kerf.dev` are still served.
     #[serde(default)]
     pub whole_gpus: WholeGpus,
 
@@ -70,6 +71,10 @@ pub struct GpuSelector {
     /// Product names as NVML gives them, as patterns (`NVIDIA A100*`). Empty: any product.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32))]
+    #[x_kube(
+        validation = ("self.all(p, !p.matches('[\\\\^$|{}\\[\\]]'))",
+            "gpus.products: a pattern is a product's name with '*' and '?' as wildcards, e.g. 'NVIDIA A100*'; it is no regular expression")
+    )]
     pub products: Vec<Pattern>,
 
     /// GPU UUIDs (`GPU-…`). Empty: any.
@@ -125,12 +130,14 @@ pub struct MigPolicy {
     )]
     pub warm: Vec<WarmInstances>,
 
-    /// Whether MIG mode may be switched on a GPU that has no client.
+    /// Whether MIG mode may be switched on a GPU that has no client. `Never`: GPUs are used in the mode they are in.
+    /// `WithoutReset`: only where the GPU needs no reset for it (Hopper and later). `WithReset`: also where switching
+    /// resets the GPU (Ampere).
     #[serde(default)]
     pub mode_switch: ModeSwitch,
 }
 
-/// See [`MigPolicy::mode`].
+/// How GPUs are cut.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum MigMode {
     #[default]
@@ -177,7 +184,7 @@ fn one() -> u32 {
     1
 }
 
-/// See [`MigPolicy::warm`].
+/// A number of instances of one profile.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct WarmInstances {
@@ -190,7 +197,7 @@ pub struct WarmInstances {
     pub count: u32,
 }
 
-/// See [`PartitionPolicySpec::whole_gpus`].
+/// Whether `nvidia.com/gpu` is served.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum WholeGpus {
     /// Kerf serves `nvidia.com/gpu` from the matched GPUs.
@@ -200,7 +207,7 @@ pub enum WholeGpus {
     Ignore,
 }
 
-/// See [`PartitionPolicySpec::placement`].
+/// Where new partitions go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum PlacementStrategy {
     #[default]
@@ -212,7 +219,9 @@ pub enum PlacementStrategy {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ReshapePolicy {
-    /// What may be disturbed to make room. `Nothing`: only free slices are reshaped.
+    /// What may be disturbed to make room. `Nothing`: only free slices are reshaped, no running pod and no client of
+    /// the GPU is touched. `RestartableClients`: the clients named in `restartableClients` may be restarted, but no pod
+    /// that uses a partition.
     #[serde(default)]
     pub disturb: Disturb,
 
@@ -242,7 +251,7 @@ impl Default for ReshapePolicy {
     }
 }
 
-/// See [`ReshapePolicy::disturb`].
+/// What may be disturbed to make room.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum Disturb {
     /// No running pod and no client of the GPU.
@@ -274,7 +283,7 @@ pub struct HealthPolicy {
     pub taint_effect: TaintEffect,
 }
 
-/// See [`HealthPolicy::taint_effect`].
+/// Effect of the taint on devices that have failed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum TaintEffect {
     #[default]
