@@ -72,7 +72,7 @@ pub struct GpuSelector {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(length(max = 32))]
     #[x_kube(
-        validation = ("self.all(p, !p.matches('[\\\\^$|{}\\[\\]]'))",
+        validation = ("self.all(p, !p.matches(r'[\\\\^$|{}\\[\\]]'))",
             "gpus.products: a pattern is a product's name with '*' and '?' as wildcards, e.g. 'NVIDIA A100*'; it is no regular expression")
     )]
     pub products: Vec<Pattern>,
