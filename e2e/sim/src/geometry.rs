@@ -61,7 +61,7 @@ pub fn place(
     {
         return Err(NvmlError::InvalidArgument);
     }
-    if engine_headroom(gpu, mig, profile) == 0 || remaining_capacity(gpu, mig, profile) == 0 {
+    if remaining_capacity(gpu, mig, profile) == 0 {
         return Err(NvmlError::InsufficientResources);
     }
     let candidates = match placement {

@@ -1,6 +1,6 @@
 //! The engine against what hardware was seen to do: creation sequences captured from `nvidia-smi mig -cgi`.
 
-use kerf_sim::{GpuSpec, Model, NodeSpec, NvmlError};
+use kerf_sim::{GpuSpec, Model, NodeSpec, NvmlError, geometry};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -96,4 +96,26 @@ fn a_full_compute_instance_fits_every_profile_once() {
             assert_eq!(again, Err(NvmlError::InsufficientResources), "{id} {}", profile.name);
         }
     }
+}
+
+#[test]
+fn compute_instances_share_the_slices_of_their_gpu_instance() {
+    // Counts of an empty 3g as captured on A100 (`nvidia-smi mig -lcip`): 1c three times, 2c once, 3c once.
+    let (mut state, models) =
+        NodeSpec::new("n", vec![GpuSpec::new("a100-40").in_mig_mode()]).state().unwrap();
+    let model = &models["a100-40"];
+    let profile = model.mig.as_ref().unwrap().by_name("3g.20gb").unwrap();
+    let gi = state.create_gpu_instance(model, 0, profile.id, None, 1).unwrap();
+    let remaining = |state: &kerf_sim::State| -> Vec<u32> {
+        let instance = state.gpus[0].instance(gi).unwrap();
+        let profiles = profile.compute.profiles.iter();
+        profiles.map(|compute| geometry::compute_remaining(instance, profile, compute)).collect()
+    };
+    assert_eq!(remaining(&state), [3, 1, 1]);
+    assert_eq!(state.create_compute_instance(model, 0, gi, 0, None), Ok(0));
+    assert_eq!(remaining(&state), [2, 1, 0]);
+    assert_eq!(state.create_compute_instance(model, 0, gi, 1, None), Ok(1));
+    assert_eq!(remaining(&state), [0, 0, 0]);
+    let more = state.create_compute_instance(model, 0, gi, 0, None);
+    assert_eq!(more, Err(NvmlError::InsufficientResources));
 }
