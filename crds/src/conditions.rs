@@ -48,6 +48,29 @@ pub mod unmanaged_reason {
     pub const MODE_SWITCH_NOT_ALLOWED: &str = "ModeSwitchNotAllowed";
 }
 
+/// Why a GPU is not as `spec` wants it, where no call failed: `status.gpus[].problem.reason`. Where one failed, the
+/// reason is NVML's error name (`IN_USE`, `INSUFFICIENT_RESOURCES`, …).
+pub mod problem_reason {
+    /// A claim or a process still uses what stands in the way.
+    pub const IN_USE: &str = "InUse";
+    /// Wanted partitions cannot exist together.
+    pub const OVERLAP: &str = "Overlap";
+    /// The GPU has no such profile.
+    pub const PROFILE_NOT_FOUND: &str = "ProfileNotFound";
+    /// The profile cannot be placed there.
+    pub const PLACEMENT_IMPOSSIBLE: &str = "PlacementImpossible";
+    /// The GPU's engines are with instances that must stay.
+    pub const ENGINES_TAKEN: &str = "EnginesTaken";
+    /// MIG instances are wanted, and MIG mode is off and not to be switched on.
+    pub const MIG_OFF: &str = "MigOff";
+    /// Partitions are wanted on a GPU that no policy manages.
+    pub const GPU_NOT_LISTED: &str = "GpuNotListed";
+    /// The daemon's checkpoint cannot be written.
+    pub const CHECKPOINT_FAILED: &str = "CheckpointFailed";
+    /// A call into the driver has not come back.
+    pub const CALL_HANGS: &str = "CallHangs";
+}
+
 /// Kerf's condition on the pods that it handles.
 pub mod pod {
     /// Type of the condition: True once the pod's partitions exist and its claim is allocated.

@@ -1,7 +1,7 @@
 //! What the hardware shows: the one in-memory picture of the node's GPUs, made by a scan and never changed afterwards.
 //!
 //! A scan reads everything anew; nothing in here is remembered from an earlier one, except health (an XID is an event,
-//! not a state) and the verdicts of [`crate::foreign`] and [`crate::ours`], which the scan asks for.
+//! not a state) and the verdicts of [`crate::foreign`] and [`crate::ours`].
 
 use std::sync::Arc;
 
@@ -20,6 +20,8 @@ pub struct Inventory {
     pub boot_id: String,
     /// In NVML's order.
     pub gpus: Vec<Gpu>,
+    /// GPUs that NVML counts but cannot identify, and why; nothing else is known of them.
+    pub unreadable: Vec<Reason>,
 }
 
 /// One GPU.
@@ -85,9 +87,9 @@ pub struct Instance {
 pub struct ComputeInstance {
     /// NVML's id within the GPU instance.
     pub id: u32,
-    /// NVML's id of its profile.
-    pub profile_id: u32,
-    /// UUID of the MIG device that it is: `MIG-…`.
+    /// Whether it is as wide as its GPU instance, as those that Kerf makes.
+    pub full_width: bool,
+    /// UUID of the MIG device that it is: `MIG-…`. Empty until the driver shows the device.
     pub uuid: String,
 }
 
@@ -110,10 +112,10 @@ impl std::fmt::Display for Process {
 }
 
 impl Instance {
-    /// The MIG device, if the instance is complete: exactly one compute instance.
+    /// The MIG device, if the instance is complete: exactly one compute instance, as wide as itself.
     pub fn device(&self) -> Option<&ComputeInstance> {
         match self.compute_instances.as_slice() {
-            [one] if !one.uuid.is_empty() => Some(one),
+            [one] if one.full_width && !one.uuid.is_empty() => Some(one),
             _ => None,
         }
     }

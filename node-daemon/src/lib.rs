@@ -2,10 +2,25 @@
 //! instances to kubelet. See [`node`] for how its parts hang together.
 #![deny(unsafe_code)]
 
+pub mod api;
+pub mod backoff;
 pub mod cdi;
 pub mod config;
+pub mod daemon;
+pub mod events;
+pub mod foreign;
+pub mod hardware;
+pub mod health;
+pub mod holders;
 pub mod inventory;
 pub mod node;
+pub mod ours;
 pub mod plugin;
 pub mod prepared;
+pub mod probe;
+pub mod reconcile;
 pub mod slices;
+pub mod status;
+pub mod step;
+pub mod supervise;
+pub mod worker;

@@ -6,12 +6,14 @@
 //!                                   └──▶ prepared ──▶ workers, status          └──▶ plugin
 //! ```
 
-use std::sync::Arc;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use kerf_crds::GpuNodeSpec;
+use kerf_crds::gpu_node::Reason;
 use tokio::sync::{Notify, watch};
 
-use crate::inventory::Inventory;
+use crate::inventory::{Gpu, Inventory};
 use crate::prepared::{PreparedClaims, PreparedStore};
 
 /// `GpuNode.spec` as the API server last showed it.
@@ -22,6 +24,15 @@ pub struct SeenSpec {
     /// `metadata.generation` of the spec.
     pub generation: i64,
     pub spec: GpuNodeSpec,
+}
+
+/// What a GPU's worker has made of the spec.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GpuReport {
+    /// Generation of the spec that the worker last decided under; `None` before the first.
+    pub generation: Option<i64>,
+    /// Why the GPU is not as the spec wants it.
+    pub problem: Option<Reason>,
 }
 
 /// Handle on everything that is shared. Cheap to clone.
@@ -37,11 +48,24 @@ pub struct Shared {
     pub spec: watch::Sender<Option<Arc<SeenSpec>>>,
     /// `None` until the first scan.
     pub inventory: watch::Sender<Option<Arc<Inventory>>>,
+    /// Reports of the GPUs' workers, by UUID.
+    pub reports: watch::Sender<BTreeMap<String, GpuReport>>,
     /// Claims between Prepare and Unprepare.
     pub prepared: PreparedStore,
     /// UID of the Node object, for owner references; `None` until it has been read.
     pub node_uid: watch::Sender<Option<String>>,
+    looks: Mutex<Looks>,
     rescan: Notify,
+}
+
+/// What the inventory is put together from.
+#[derive(Debug, Default)]
+struct Looks {
+    /// UUIDs of all GPUs that there are; `None` until they were counted.
+    expected: Option<BTreeSet<String>>,
+    /// Everything but the GPUs.
+    node: Inventory,
+    gpus: BTreeMap<String, Gpu>,
 }
 
 impl std::ops::Deref for NodeState {
@@ -59,8 +83,10 @@ impl NodeState {
             node_name: node_name.into(),
             spec: watch::Sender::new(None),
             inventory: watch::Sender::new(None),
+            reports: watch::Sender::default(),
             prepared: PreparedStore::new(prepared),
             node_uid: watch::Sender::new(None),
+            looks: Mutex::default(),
             rescan: Notify::new(),
         }))
     }
@@ -73,6 +99,51 @@ impl NodeState {
     /// The latest inventory.
     pub fn latest(&self) -> Option<Arc<Inventory>> {
         self.inventory.borrow().clone()
+    }
+
+    /// Publishes what is known of the node as a whole: all but the GPUs, and which GPUs there are (`None`: as before).
+    pub(crate) fn publish_node(&self, node: Inventory, gpus: Option<BTreeSet<String>>) {
+        let mut looks = self.looks.lock().unwrap_or_else(PoisonError::into_inner);
+        looks.node = node;
+        if gpus.is_some() {
+            looks.expected = gpus;
+        }
+        self.put_together(&looks);
+    }
+
+    /// Publishes a look at one GPU.
+    pub(crate) fn publish_gpu(&self, gpu: Gpu) {
+        let mut looks = self.looks.lock().unwrap_or_else(PoisonError::into_inner);
+        looks.gpus.insert(gpu.uuid.clone(), gpu);
+        self.put_together(&looks);
+    }
+
+    /// No inventory is shown before every GPU was looked at: one that is missing from it is not there.
+    fn put_together(&self, looks: &Looks) {
+        let complete = match &looks.expected {
+            Some(expected) => expected.iter().all(|uuid| looks.gpus.contains_key(uuid)),
+            None => looks.node.unavailable.is_some(),
+        };
+        if !complete {
+            return;
+        }
+        let mut gpus: Vec<Gpu> = looks.gpus.values().cloned().collect();
+        gpus.sort_by(|a, b| (a.index, &a.uuid).cmp(&(b.index, &b.uuid)));
+        let inventory = Inventory { gpus, ..looks.node.clone() };
+        self.inventory.send_if_modified(|old| {
+            let changed = old.as_deref() != Some(&inventory);
+            if changed {
+                *old = Some(Arc::new(inventory));
+            }
+            changed
+        });
+    }
+
+    /// [`NodeState::request_scan`] on a condition.
+    pub(crate) fn request_scan_if(&self, condition: bool) {
+        if condition {
+            self.request_scan();
+        }
     }
 
     /// Asks for a scan soon; several requests before it starts are one.

@@ -1,0 +1,78 @@
+//! Events on the node's GpuNode object.
+
+use kerf_crds::{GpuNode, names};
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use kube::{Client, Resource as _};
+use tokio::sync::mpsc;
+
+use crate::node::NodeState;
+
+/// Something that people should see.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Note {
+    pub warning: bool,
+    /// CamelCase word.
+    pub reason: String,
+    /// What was being done, in a word: `Reshape`, `Health`.
+    pub action: &'static str,
+    pub message: String,
+}
+
+/// Where notes go. Never blocks; with the API server away, notes beyond a bound are dropped.
+#[derive(Clone, Debug)]
+pub struct Notes(mpsc::Sender<Note>);
+
+/// Notes that wait while the API server is away.
+const WAITING: usize = 64;
+
+/// Kubernetes refuses longer ones.
+const MAX_MESSAGE: usize = 1024;
+
+impl Notes {
+    /// The two ends.
+    pub fn channel() -> (Notes, mpsc::Receiver<Note>) {
+        let (sender, receiver) = mpsc::channel(WAITING);
+        (Notes(sender), receiver)
+    }
+
+    /// Hands a note over.
+    pub fn send(&self, note: Note) {
+        if self.0.try_send(note).is_err() {
+            tracing::debug!("an event was dropped: the API server does not take them fast enough");
+        }
+    }
+}
+
+/// Publishes notes as they come.
+pub async fn publish(
+    client: Client,
+    state: NodeState,
+    notes: &mut mpsc::Receiver<Note>,
+) -> anyhow::Result<()> {
+    let reporter = Reporter {
+        controller: format!("{}/{}", kerf_crds::names::GROUP, names::NODE_DAEMON),
+        instance: Some(state.node_name.clone()),
+    };
+    let recorder = Recorder::new(client, reporter);
+    while let Some(note) = notes.recv().await {
+        let mut node = GpuNode::new(&state.node_name, Default::default());
+        node.metadata.uid = state.seen_spec().map(|seen| seen.uid.clone());
+        let mut message = note.message;
+        if message.len() > MAX_MESSAGE {
+            let end = (0..=MAX_MESSAGE - 4).rev().find(|end| message.is_char_boundary(*end)).unwrap_or(0);
+            message.truncate(end);
+            message.push('…');
+        }
+        let event = Event {
+            type_: if note.warning { EventType::Warning } else { EventType::Normal },
+            reason: note.reason,
+            note: Some(message),
+            action: note.action.to_owned(),
+            secondary: None,
+        };
+        if let Err(error) = recorder.publish(&event, &node.object_ref(&())).await {
+            tracing::debug!(%error, "an event could not be published");
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,263 @@
+//! One look at one GPU.
+
+use std::sync::Arc;
+
+use kerf_crds::gpu_node::ObservedMig;
+use nvml_wrapper_sys::bindings::field_id;
+
+use super::error::{Code, Failure};
+use super::geometry::{self, Known};
+use super::raw::{Library, Named as _, ProcessKind, RawGpu, RawInstance, RawMigDevice, RawProcess};
+use crate::inventory::{ComputeInstance, Gpu, Instance, Process};
+
+/// First architecture on which MIG mode is switched without a reset: `NVML_DEVICE_ARCH_HOPPER`.
+const ARCH_HOPPER: u32 = 9;
+
+/// How a GPU is found again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Identity {
+    pub uuid: String,
+    /// Its name as a DRA device.
+    pub name: String,
+    /// NVML's index when it was found.
+    pub index: u32,
+}
+
+/// Looks at a GPU: all or nothing, so that what is missing from the result is not there. `known` is what earlier looks
+/// found out; with `afresh` the geometry is read again. Foreign marks, health and management are left to the caller.
+pub fn observe(
+    library: &Library,
+    identity: &Identity,
+    known: &mut Known,
+    afresh: bool,
+) -> Result<Gpu, Failure> {
+    let raw = library.gpu(&identity.uuid)?;
+    let mut gpu = fixed_part(&raw, identity)?;
+    gpu.mig = mig_mode(&raw)?;
+    if afresh || known.geometry.is_none() {
+        refresh_geometry(&raw, &gpu, known)?;
+    }
+    gpu.geometry = known.geometry.clone();
+    let processes = processes(&raw)?;
+    if gpu.mig.enabled {
+        gpu.instances = instances(&raw, known, &processes)?;
+    }
+    let known_instance = |id: u32| gpu.instances.iter().any(|instance| instance.gpu_instance_id == id);
+    gpu.processes =
+        named(processes.iter().filter(|process| !process.gpu_instance.is_some_and(known_instance)));
+    Ok(gpu)
+}
+
+fn fixed_part(raw: &RawGpu<'_>, identity: &Identity) -> Result<Gpu, Failure> {
+    let device = &raw.device;
+    let pci = device.pci_info().of("nvmlDeviceGetPciInfo")?;
+    let pci_address = short_pci_address(&pci.bus_id);
+    Ok(Gpu {
+        name: identity.name.clone(),
+        uuid: identity.uuid.clone(),
+        index: device.index().of("nvmlDeviceGetIndex")?,
+        minor: device.minor_number().of("nvmlDeviceGetMinorNumber")?,
+        product: device.name().of("nvmlDeviceGetName")?,
+        architecture: raw.architecture().map(architecture_name).unwrap_or_default(),
+        compute_capability: device
+            .cuda_compute_capability()
+            .map(|capability| format!("{}.{}", capability.major, capability.minor))
+            .unwrap_or_default(),
+        numa_node: numa_node(raw, &pci_address),
+        pci_address,
+        memory_bytes: match device.memory_info() {
+            Ok(memory) => memory.total.saturating_sub(memory.reserved),
+            Err(_) => raw.total_memory()?,
+        },
+        ..Gpu::default()
+    })
+}
+
+/// NVML's own answer, or else the kernel's.
+fn numa_node(raw: &RawGpu<'_>, pci_address: &str) -> Option<u32> {
+    raw.device.numa_node_id().ok().or_else(|| {
+        let text = std::fs::read_to_string(format!("/sys/bus/pci/devices/{pci_address}/numa_node")).ok()?;
+        // -1 where the machine has no NUMA.
+        text.trim().parse().ok()
+    })
+}
+
+/// NVML writes the domain with eight digits and in capitals, Linux with four and in small letters.
+fn short_pci_address(bus_id: &str) -> String {
+    let small = bus_id.to_ascii_lowercase();
+    match small.split_once(':') {
+        Some((domain, rest)) if domain.len() == 8 && domain.starts_with("0000") => {
+            format!("{}:{rest}", &domain[4..])
+        }
+        _ => small,
+    }
+}
+
+/// `NVML_DEVICE_ARCH_*`.
+fn architecture_name(number: u32) -> String {
+    let name = match number {
+        2 => "Kepler",
+        3 => "Maxwell",
+        4 => "Pascal",
+        5 => "Volta",
+        6 => "Turing",
+        7 => "Ampere",
+        8 => "Ada",
+        9 => "Hopper",
+        10 => "Blackwell",
+        _ => "",
+    };
+    name.to_owned()
+}
+
+fn mig_mode(raw: &RawGpu<'_>) -> Result<ObservedMig, Failure> {
+    let (current, pending) = match raw.mig_mode() {
+        Ok(modes) => modes,
+        // A GPU without MIG.
+        Err(failure) if matches!(failure.code, Code::NOT_SUPPORTED | Code::FUNCTION_NOT_FOUND) => {
+            return Ok(ObservedMig::default());
+        }
+        Err(failure) => return Err(failure),
+    };
+    // The driver's own word, or else the architecture's. Where neither is known, the careful answer.
+    let resetless = match raw.field(field_id::NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED) {
+        Ok(flag) => flag != 0,
+        Err(_) => {
+            raw.architecture().is_ok_and(|architecture| (ARCH_HOPPER..u32::MAX).contains(&architecture))
+        }
+    };
+    Ok(ObservedMig {
+        enabled: current,
+        pending: (pending != current).then_some(pending),
+        switch_needs_reset: !resetless,
+    })
+}
+
+/// Profiles do not disappear from a GPU: a library that suddenly tells fewer is not believed.
+fn refresh_geometry(raw: &RawGpu<'_>, gpu: &Gpu, known: &mut Known) -> Result<(), Failure> {
+    let total = raw.device.memory_info().map(|memory| memory.total).or_else(|_| raw.total_memory())?;
+    let found = match geometry::discover(raw, &gpu.product, total) {
+        Ok(found) => found,
+        Err(_) if known.geometry.is_some() => return Ok(()),
+        Err(failure) => return Err(failure),
+    };
+    let had = known.geometry.as_ref().map_or(0, |geometry| geometry.profiles.len());
+    match found {
+        Some(found) if found.profiles.len() >= had => {
+            if known.geometry.as_deref() != Some(&found) {
+                known.geometry = Some(Arc::new(found));
+            }
+            Ok(())
+        }
+        None if gpu.mig.enabled && known.geometry.is_none() => {
+            Err(Failure { call: "nvmlDeviceGetGpuInstanceProfileInfo", code: Code::NOT_SUPPORTED })
+        }
+        _ => Ok(()),
+    }
+}
+
+fn instances(
+    raw: &RawGpu<'_>,
+    known: &mut Known,
+    processes: &[RawProcess],
+) -> Result<Vec<Instance>, Failure> {
+    let Some(geometry) = known.geometry.clone() else { return Ok(Vec::new()) };
+    let devices = raw.mig_devices()?;
+    let mut instances = Vec::new();
+    for profile in &geometry.profiles {
+        let found = match raw.instances(profile.id, profile.max_instances) {
+            Ok(found) => found,
+            Err(failure) if failure.code == Code::NOT_FOUND => Vec::new(),
+            Err(failure) => return Err(failure),
+        };
+        for instance in found.into_iter().filter(|instance| instance.profile_id == profile.id) {
+            let compute_instances = compute_instances(raw, &instance, known, &devices)?;
+            instances.push(Instance {
+                profile: profile.name.clone(),
+                profile_id: instance.profile_id,
+                placement: instance.placement,
+                gpu_instance_id: instance.id,
+                compute_instances,
+                processes: named(
+                    processes.iter().filter(|process| process.gpu_instance == Some(instance.id)),
+                ),
+                ..Instance::default()
+            });
+        }
+    }
+    instances.sort_by_key(|instance| (instance.placement, instance.gpu_instance_id));
+    Ok(instances)
+}
+
+fn compute_instances(
+    raw: &RawGpu<'_>,
+    instance: &RawInstance,
+    known: &mut Known,
+    devices: &[RawMigDevice],
+) -> Result<Vec<ComputeInstance>, Failure> {
+    let full_width = match known.full_width.get(&instance.profile_id) {
+        Some(id) => *id,
+        None => {
+            let id = geometry::full_width(raw, instance.id)?;
+            known.full_width.insert(instance.profile_id, id);
+            id
+        }
+    };
+    let full = raw.compute_instances(instance.id, full_width)?;
+    let mut list: Vec<ComputeInstance> = devices
+        .iter()
+        .filter(|device| device.gpu_instance == instance.id)
+        .map(|device| ComputeInstance {
+            id: device.compute_instance,
+            full_width: full.iter().any(|(id, _)| *id == device.compute_instance),
+            uuid: device.uuid.clone(),
+        })
+        .collect();
+    // A compute instance without a MIG device yet: seen all the same, so that it is not made twice.
+    for (id, _) in full {
+        if list.iter().all(|known| known.id != id) {
+            list.push(ComputeInstance { id, full_width: true, uuid: String::new() });
+        }
+    }
+    list.sort_by_key(|compute_instance| compute_instance.id);
+    Ok(list)
+}
+
+/// All processes on the GPU and its instances, each pid once for each place. A kind of list that the library does not
+/// have holds nobody.
+fn processes(raw: &RawGpu<'_>) -> Result<Vec<RawProcess>, Failure> {
+    let mut all: Vec<RawProcess> = Vec::new();
+    for kind in [ProcessKind::Compute, ProcessKind::Graphics, ProcessKind::Mps] {
+        match raw.processes(kind) {
+            Ok(list) => all.extend(list),
+            Err(failure) if matches!(failure.code, Code::NOT_SUPPORTED | Code::FUNCTION_NOT_FOUND) => {}
+            Err(failure) => return Err(failure),
+        }
+    }
+    all.sort_unstable_by_key(|process| (process.gpu_instance, process.pid));
+    all.dedup();
+    Ok(all)
+}
+
+fn named<'a>(processes: impl Iterator<Item = &'a RawProcess>) -> Vec<Process> {
+    processes
+        .map(|process| Process {
+            pid: process.pid,
+            comm: std::fs::read_to_string(format!("/proc/{}/comm", process.pid))
+                .map(|comm| comm.trim_end().to_owned())
+                .unwrap_or_default(),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pci_addresses_are_written_as_linux_writes_them() {
+        assert_eq!(short_pci_address("00000000:3B:00.0"), "0000:3b:00.0");
+        assert_eq!(short_pci_address("0000:3B:00.0"), "0000:3b:00.0");
+        assert_eq!(short_pci_address("00010000:3B:00.0"), "00010000:3b:00.0");
+    }
+}

@@ -1,0 +1,292 @@
+//! `GpuNode.status`: put together from what the parts know, written when it changes.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use k8s_openapi::jiff::Timestamp;
+use kerf_crds::conditions::{node as condition, node_reason};
+use kerf_crds::gpu_node::{self as api, Geometry, GpuNodeStatus, Reason};
+use kerf_crds::{GpuNode, names};
+use kube::api::{Patch, PatchParams};
+use kube::{Api, Client};
+use serde_json::json;
+use tokio::time::{sleep, timeout};
+
+use crate::backoff::Backoff;
+use crate::inventory::{Gpu, Instance, Inventory};
+use crate::node::{GpuReport, NodeState, SeenSpec};
+use crate::prepared::{DeviceKey, PreparedClaims, PreparedDevice, holders};
+
+/// Changes that come within this time of each other are one write.
+const DEBOUNCE: Duration = Duration::from_millis(20);
+
+/// How often the status is written though nothing changed here, in case somebody else changed it.
+const REFRESH: Duration = Duration::from_secs(600);
+
+/// What a status is made from.
+#[derive(Clone, Copy, Debug)]
+pub struct Parts<'a> {
+    pub spec: Option<&'a SeenSpec>,
+    pub inventory: &'a Inventory,
+    pub reports: &'a BTreeMap<String, GpuReport>,
+    pub prepared: &'a PreparedClaims,
+}
+
+/// Puts the status together. `before` is where unchanged conditions keep their time of transition from.
+pub fn build(parts: Parts<'_>, before: &[Condition], now: Timestamp) -> GpuNodeStatus {
+    let Parts { spec, inventory, reports, prepared } = parts;
+    let (geometries, geometry_names) = name_geometries(inventory);
+    let gpus: Vec<api::Gpu> = inventory
+        .gpus
+        .iter()
+        .zip(geometry_names)
+        .map(|(gpu, geometry)| {
+            let problem = reports.get(&gpu.uuid).and_then(|report| report.problem.clone());
+            report_gpu(gpu, geometry, problem, prepared)
+        })
+        .collect();
+    let observed_generation = observed_generation(spec, inventory, reports);
+    let conditions = conditions(inventory, &gpus, observed_generation, before, now);
+    GpuNodeStatus {
+        observed_generation,
+        gpu_count: gpus.len() as u32,
+        layout_summary: layout_summary(inventory),
+        driver_version: inventory.driver_version.clone(),
+        cuda_version: inventory.cuda_version.clone(),
+        boot_id: inventory.boot_id.clone(),
+        gpus,
+        geometries,
+        conditions,
+    }
+}
+
+/// The oldest generation that any worker last decided under: from then on none acts on an older one.
+fn observed_generation(
+    spec: Option<&SeenSpec>,
+    inventory: &Inventory,
+    reports: &BTreeMap<String, GpuReport>,
+) -> Option<i64> {
+    let seen = spec?.generation;
+    inventory.gpus.iter().try_fold(seen, |oldest, gpu| {
+        let generation = reports.get(&gpu.uuid)?.generation?;
+        Some(oldest.min(generation))
+    })
+}
+
+fn report_gpu(
+    gpu: &Gpu,
+    geometry: Option<String>,
+    problem: Option<Reason>,
+    prepared: &PreparedClaims,
+) -> api::Gpu {
+    let of_whole = |device: &PreparedDevice| device.key.gpu == gpu.uuid && device.key.placement.is_none();
+    let claims = prepared.values().filter(|entry| entry.devices.iter().any(of_whole));
+    api::Gpu {
+        name: gpu.name.clone(),
+        uuid: gpu.uuid.clone(),
+        index: gpu.index,
+        product: gpu.product.clone(),
+        geometry,
+        memory_bytes: gpu.memory_bytes,
+        pci_address: gpu.pci_address.clone(),
+        numa_node: gpu.numa_node,
+        mig: gpu.mig,
+        unmanaged: gpu.unmanaged.clone(),
+        unhealthy: gpu.unhealthy.clone(),
+        problem,
+        claims: claims.map(|entry| entry.claim.clone()).collect(),
+        processes: gpu.processes.len() as u32,
+        instances: gpu.instances.iter().map(|instance| report_instance(gpu, instance, prepared)).collect(),
+    }
+}
+
+fn report_instance(gpu: &Gpu, instance: &Instance, prepared: &PreparedClaims) -> api::Instance {
+    let key = DeviceKey { gpu: gpu.uuid.clone(), placement: Some(instance.placement) };
+    api::Instance {
+        profile: instance.profile.clone(),
+        placement: instance.placement,
+        gpu_instance_id: instance.gpu_instance_id,
+        uuid: instance.device().map(|device| device.uuid.clone()),
+        foreign: instance.foreign,
+        claims: holders(prepared, &key),
+        processes: instance.processes.len() as u32,
+        unhealthy: instance.unhealthy.clone(),
+    }
+}
+
+/// Each geometry once, named after the product, numbered where a product has several; and each GPU's name of its own.
+fn name_geometries(inventory: &Inventory) -> (Vec<Geometry>, Vec<Option<String>>) {
+    let mut geometries: Vec<Geometry> = Vec::new();
+    let mut of_gpu = Vec::new();
+    for gpu in &inventory.gpus {
+        let Some(geometry) = gpu.geometry.as_deref() else {
+            of_gpu.push(None);
+            continue;
+        };
+        let same_but_name = |known: &&Geometry| {
+            let named = Geometry { name: known.name.clone(), ..geometry.clone() };
+            product_of(&known.name) == geometry.name && **known == named
+        };
+        if let Some(known) = geometries.iter().find(same_but_name) {
+            of_gpu.push(Some(known.name.clone()));
+            continue;
+        }
+        let others = geometries.iter().filter(|known| product_of(&known.name) == geometry.name).count();
+        let name = match others {
+            0 => geometry.name.clone(),
+            others => format!("{}{NUMBER}{}", geometry.name, others + 1),
+        };
+        of_gpu.push(Some(name.clone()));
+        geometries.push(Geometry { name, ..geometry.clone() });
+    }
+    (geometries, of_gpu)
+}
+
+/// Between a product and its number.
+const NUMBER: &str = " #";
+
+fn product_of(name: &str) -> &str {
+    name.split_once(NUMBER).map_or(name, |(product, _)| product)
+}
+
+/// `2x 3g.40gb, 7x 1g.10gb, 1 whole`: instances by name of profile, largest first, then GPUs that are not cut.
+fn layout_summary(inventory: &Inventory) -> String {
+    let mut counts: BTreeMap<(std::cmp::Reverse<u32>, &str), u32> = BTreeMap::new();
+    for instance in inventory.gpus.iter().flat_map(|gpu| &gpu.instances) {
+        *counts
+            .entry((std::cmp::Reverse(instance.placement.size), instance.profile.as_str()))
+            .or_default() += 1;
+    }
+    let mut parts: Vec<String> =
+        counts.iter().map(|((_, profile), count)| format!("{count}x {profile}")).collect();
+    let whole = inventory.gpus.iter().filter(|gpu| !gpu.mig.enabled).count();
+    if whole > 0 {
+        parts.push(format!("{whole} whole"));
+    }
+    parts.join(", ")
+}
+
+fn conditions(
+    inventory: &Inventory,
+    gpus: &[api::Gpu],
+    observed_generation: Option<i64>,
+    before: &[Condition],
+    now: Timestamp,
+) -> Vec<Condition> {
+    let ready = match &inventory.unavailable {
+        Some(reason) => (false, reason.reason.clone(), reason.message.clone()),
+        None => (true, node_reason::FOLLOWING.to_owned(), String::new()),
+    };
+    let lost = gpus.iter().find_map(|gpu| gpu.unhealthy.as_ref()).or(inventory.unreadable.first());
+    // What merely waits, for a process to end say, is no failure.
+    let failed = gpus.iter().filter_map(|gpu| gpu.problem.as_ref()).find(|problem| {
+        problem.reason.chars().all(|c| c.is_ascii_uppercase() || c == '_' || c.is_ascii_digit())
+            || [
+                kerf_crds::conditions::problem_reason::CHECKPOINT_FAILED,
+                kerf_crds::conditions::problem_reason::CALL_HANGS,
+            ]
+            .contains(&problem.reason.as_str())
+    });
+    let degraded = match (lost, failed) {
+        (Some(reason), _) => {
+            (true, node_reason::GPU_LOST.to_owned(), format!("{}: {}", reason.reason, reason.message))
+        }
+        (None, Some(problem)) => {
+            (true, node_reason::STEP_FAILED.to_owned(), format!("{}: {}", problem.reason, problem.message))
+        }
+        (None, None) => (false, node_reason::HEALTHY.to_owned(), String::new()),
+    };
+    let make = |type_: &str, (holds, reason, message): (bool, String, String)| {
+        let status = if holds { "True" } else { "False" };
+        let unchanged = before.iter().find(|old| old.type_ == type_ && old.status == status);
+        Condition {
+            type_: type_.into(),
+            status: status.into(),
+            reason,
+            message,
+            observed_generation,
+            last_transition_time: unchanged.map_or(Time(now), |old| old.last_transition_time.clone()),
+        }
+    };
+    vec![make(condition::READY, ready), make(condition::DEGRADED, degraded)]
+}
+
+/// Writes the status for as long as it runs. A write that fails is tried again with what is true by then.
+pub async fn write(client: Client, state: NodeState) -> anyhow::Result<()> {
+    let nodes: Api<GpuNode> = Api::all(client);
+    let mut specs = state.spec.subscribe();
+    let mut inventories = state.inventory.subscribe();
+    let mut reports = state.reports.subscribe();
+    let mut prepared = state.prepared.subscribe();
+    let mut written: Option<(String, GpuNodeStatus)> = None;
+    let mut backoff = Backoff::new(&state.node_name);
+    loop {
+        specs.mark_unchanged();
+        inventories.mark_unchanged();
+        reports.mark_unchanged();
+        prepared.mark_unchanged();
+        let mut refresh = REFRESH;
+        if let (Some(seen), Some(inventory)) = (state.seen_spec(), state.latest()) {
+            let claims = state.prepared.snapshot();
+            let known = state.reports.borrow().clone();
+            let parts =
+                Parts { spec: Some(&seen), inventory: &inventory, reports: &known, prepared: &claims };
+            let before = written.as_ref().map(|(_, status)| status.conditions.clone());
+            let before = match before {
+                Some(before) => before,
+                None => current_conditions(&nodes, &state.node_name).await,
+            };
+            let status = build(parts, &before, Timestamp::now());
+            let of_same = written.as_ref().is_some_and(|(uid, old)| *uid == seen.uid && *old == status);
+            if !of_same {
+                match patch(&nodes, &state.node_name, &status).await {
+                    Ok(()) => {
+                        backoff = Backoff::new(&state.node_name);
+                        written = Some((seen.uid.clone(), status));
+                    }
+                    Err(error) => {
+                        tracing::debug!(%error, "the status could not be written");
+                        written = None;
+                        refresh = backoff.next();
+                    }
+                }
+            }
+        }
+        let changed = timeout(refresh, async {
+            tokio::select! {
+                _ = specs.changed() => {}
+                _ = inventories.changed() => {}
+                _ = reports.changed() => {}
+                _ = prepared.changed() => {}
+            }
+        });
+        match changed.await {
+            Ok(()) => sleep(DEBOUNCE).await,
+            Err(_) if refresh == REFRESH => written = written.map(|(_, status)| (String::new(), status)),
+            Err(_) => {}
+        }
+    }
+}
+
+async fn current_conditions(nodes: &Api<GpuNode>, name: &str) -> Vec<Condition> {
+    match nodes.get_opt(name).await {
+        Ok(Some(node)) => node.status.map(|status| status.conditions).unwrap_or_default(),
+        _ => Vec::new(),
+    }
+}
+
+async fn patch(nodes: &Api<GpuNode>, name: &str, status: &GpuNodeStatus) -> Result<(), kube::Error> {
+    let mut status = json!(status);
+    // A merge patch leaves alone what it does not mention, and an empty list is not mentioned.
+    if let Some(fields) = status.as_object_mut() {
+        for field in ["observedGeneration", "gpus", "geometries", "conditions"] {
+            fields.entry(field).or_insert(serde_json::Value::Null);
+        }
+    }
+    let params = PatchParams { field_manager: Some(names::NODE_DAEMON.into()), ..PatchParams::default() };
+    nodes.patch_status(name, &params, &Patch::Merge(json!({ "status": status }))).await.map(drop)
+}
+
+#[cfg(test)]
+mod tests;

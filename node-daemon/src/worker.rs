@@ -1,0 +1,438 @@
+//! One GPU's worker: look, decide, act, look again. It is the only one that looks at its GPU and the only one that
+//! changes it, so what it publishes is in order and what it decides on is its own last look.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use kerf_crds::conditions::{node_reason, problem_reason, unmanaged_reason};
+use kerf_crds::gpu_node::{ClaimReference, DesiredGpu, Partition, Reason};
+use tokio::sync::{Semaphore, watch};
+use tokio::time::{Instant, sleep_until, timeout};
+
+use crate::backoff::Backoff;
+use crate::events::{Note, Notes};
+use crate::hardware::{self, Code, Driver, Failure, Identity, Known};
+use crate::health::Health;
+use crate::holders;
+use crate::inventory::Gpu;
+use crate::node::{NodeState, SeenSpec};
+use crate::ours::Ours;
+use crate::prepared::DeviceKey;
+use crate::step::{Desired, Observed, Step, due_steps};
+
+/// How soon to look again while something is waited for that only a look can show: processes that end.
+const WAITING: Duration = Duration::from_secs(1);
+
+/// A call that has not come back for this long is reported.
+const HANGS: Duration = Duration::from_secs(30);
+
+/// How soon to look again at a GPU that cannot be read.
+const UNREADABLE: Duration = Duration::from_secs(5);
+
+/// Rounds come sooner than this.
+const FAR: Duration = Duration::from_secs(3600);
+
+/// The call that failed if there is no driver.
+const NO_SESSION: &str = "nvmlInit";
+
+/// What the workers share.
+#[derive(Clone, Debug)]
+pub struct Context {
+    pub state: NodeState,
+    pub driver: Driver,
+    pub ours: Ours,
+    pub health: Health,
+    pub notes: Notes,
+    /// Is somebody else handing out the GPUs? See [`crate::foreign`].
+    pub verdicts: watch::Receiver<Option<Option<Reason>>>,
+    /// How many GPUs may be changed at the same time.
+    pub pace: Arc<Semaphore>,
+    /// Counts rounds of looking at everything.
+    pub rounds: watch::Receiver<u64>,
+    /// Where the driver's `/proc` files are.
+    pub proc_root: Arc<std::path::Path>,
+}
+
+/// A step that failed.
+#[derive(Debug)]
+struct Failed {
+    step: Step,
+    backoff: Backoff,
+    again: Instant,
+    code: Option<Code>,
+    reason: Reason,
+}
+
+/// The part of the world that concerns one GPU; while it stays the same there is nothing to decide.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Concern {
+    desired: Option<DesiredGpu>,
+    partitions: Vec<Partition>,
+    holders: Vec<ClaimReference>,
+    verdict: Option<Option<Reason>>,
+    round: u64,
+}
+
+#[derive(Debug)]
+struct Worker {
+    context: Context,
+    identity: Arc<Identity>,
+    known: Known,
+    last: Option<Gpu>,
+    /// Why the last look failed; `None` if it did not.
+    unseen: Option<Failure>,
+    failed: Vec<Failed>,
+}
+
+/// Runs one GPU's worker until it is dropped.
+pub async fn run(context: Context, identity: Identity) -> anyhow::Result<()> {
+    let mut worker = Worker {
+        context,
+        identity: Arc::new(identity),
+        known: Known::default(),
+        last: None,
+        unseen: None,
+        failed: Vec::new(),
+    };
+    let mut seen_round = None;
+    loop {
+        let concern = worker.concern();
+        // A change made by nobody but us needs no new geometry.
+        let afresh = seen_round.replace(concern.round) != Some(concern.round);
+        let wait = worker.round(&concern, afresh).await;
+        if let Some(until) = wait {
+            worker.wait(&concern, until).await;
+        }
+    }
+}
+
+impl Worker {
+    fn concern(&self) -> Concern {
+        let uuid = &self.identity.uuid;
+        let spec = self.context.state.seen_spec();
+        let spec = spec.as_ref().map(|seen| &seen.spec);
+        let whole = DeviceKey { gpu: uuid.clone(), placement: None };
+        Concern {
+            desired: spec.and_then(|spec| spec.gpus.iter().find(|gpu| gpu.uuid == *uuid)).cloned(),
+            partitions: spec
+                .into_iter()
+                .flat_map(|spec| &spec.partitions)
+                .filter(|partition| partition.gpu == *uuid)
+                .cloned()
+                .collect(),
+            holders: self.context.state.prepared.holders(&whole),
+            verdict: self.context.verdicts.borrow().clone(),
+            round: *self.context.rounds.borrow(),
+        }
+    }
+
+    /// Looks, decides, acts once. Returns until when there is nothing to do unless something changes; `None`: go on at
+    /// once.
+    async fn round(&mut self, concern: &Concern, afresh: bool) -> Option<Instant> {
+        let spec = self.context.state.seen_spec();
+        let mut gpu = match self.look(afresh).await {
+            Ok(gpu) => gpu,
+            Err(failure) => return Some(self.not_seen(spec.as_deref(), failure)),
+        };
+        self.unseen = None;
+        if let Err(error) = self.context.ours.judge(&mut gpu) {
+            tracing::warn!(gpu = %gpu.uuid, %error, "the checkpoint of instances cannot be written");
+        }
+        self.context.health.mark(&mut gpu);
+        gpu.unmanaged = unmanaged(&gpu, concern);
+        let lingering = gpu.instances.iter().any(|instance| {
+            let key = DeviceKey { gpu: gpu.uuid.clone(), placement: Some(instance.placement) };
+            !instance.foreign
+                && !instance.processes.is_empty()
+                && self.context.state.prepared.holders(&key).is_empty()
+        });
+        let rest = if lingering { Instant::now() + WAITING } else { far_future() };
+        let (Some(spec), true, true) = (spec, self.context.ours.is_known(), concern.verdict.is_some()) else {
+            // Without a live spec nothing is changed.
+            self.publish(gpu);
+            return Some(rest);
+        };
+        let (due, blocked) = self.due(&gpu, concern);
+        self.failed.retain(|failed| due.contains(&failed.step));
+        if let Some(reason) =
+            blocked.as_ref().filter(|r| r.reason == unmanaged_reason::MODE_SWITCH_NOT_ALLOWED)
+        {
+            gpu.unmanaged = Some(reason.clone());
+        }
+        self.publish(gpu);
+        let now = Instant::now();
+        let ready =
+            due.into_iter().find(|step| self.failed.iter().all(|f| f.step != *step || f.again <= now));
+        if let Some(step) = ready {
+            self.report(&spec, self.failed.first().map(|failed| failed.reason.clone()));
+            return self.take(step, concern, &spec).await;
+        }
+        let blocked = blocked.filter(|reason| reason.reason != unmanaged_reason::MODE_SWITCH_NOT_ALLOWED);
+        let waits = blocked.is_some();
+        self.report(&spec, self.failed.first().map(|failed| failed.reason.clone()).or(blocked));
+        let next_try = self.failed.iter().map(|failed| failed.again).min().unwrap_or_else(far_future);
+        let look = if waits { now + WAITING } else { far_future() };
+        Some(rest.min(next_try).min(look))
+    }
+
+    fn due(&self, gpu: &Gpu, concern: &Concern) -> (Vec<Step>, Option<Reason>) {
+        let prepared = self.context.state.prepared.snapshot();
+        let short_of_resources =
+            self.failed.iter().any(|failed| failed.code == Some(Code::INSUFFICIENT_RESOURCES));
+        due_steps(
+            Desired { gpu: concern.desired.as_ref(), partitions: &concern.partitions },
+            Observed { gpu, prepared: &prepared, passed_over: &[], short_of_resources },
+        )
+    }
+
+    async fn look(&mut self, afresh: bool) -> Result<Gpu, Failure> {
+        let driver = self.context.driver.clone();
+        let identity = self.identity.clone();
+        let mut known = std::mem::take(&mut self.known);
+        let (result, known) = blocking(move || {
+            let result = match driver.session() {
+                Ok(library) => hardware::observe(&library, &identity, &mut known, afresh)
+                    .inspect_err(|failure| driver.note_failure(&library, failure)),
+                Err(_) => Err(no_session()),
+            };
+            (result, known)
+        })
+        .await;
+        self.known = known;
+        result
+    }
+
+    /// Reports that a look failed, keeping what the last one saw.
+    fn not_seen(&mut self, spec: Option<&SeenSpec>, failure: Failure) -> Instant {
+        let news = self.unseen.as_ref() != Some(&failure);
+        self.unseen = Some(failure.clone());
+        self.context.state.request_scan_if(news);
+        if failure.call == NO_SESSION {
+            // The node's trouble, not this GPU's: the next round comes when there is a driver.
+            return far_future();
+        }
+        let gone = failure.code == Code::GPU_IS_LOST
+            || failure.call == "nvmlDeviceGetHandleByUUID"
+                && matches!(failure.code, Code::GPU_NOT_FOUND | Code::NOT_FOUND);
+        let name = if gone { node_reason::GPU_LOST.into() } else { failure.code.name().into_owned() };
+        let reason = Reason { reason: name, message: format!("{failure} on {}", self.identity.uuid) };
+        if news {
+            tracing::warn!("{}", reason.message);
+            self.note(true, &reason.reason, "Look", reason.message.clone());
+        }
+        if gone || self.last.is_none() {
+            let mut gpu = self.last.clone().unwrap_or_else(|| Gpu {
+                name: self.identity.name.clone(),
+                uuid: self.identity.uuid.clone(),
+                index: self.identity.index,
+                ..Gpu::default()
+            });
+            gpu.unhealthy = Some(reason.clone());
+            self.context.state.publish_gpu(gpu);
+        }
+        if let Some(spec) = spec {
+            self.report(spec, Some(reason).filter(|_| !gone));
+        }
+        Instant::now() + if gone { FAR } else { UNREADABLE }
+    }
+
+    /// Takes one step, if its ground still is what it was decided on.
+    async fn take(&mut self, step: Step, concern: &Concern, spec: &Arc<SeenSpec>) -> Option<Instant> {
+        let uuid = self.identity.uuid.clone();
+        // Closed only when the daemon ends.
+        let _turn = self.context.pace.clone().acquire_owned().await.ok();
+        let condemned = match step.disturbs(&uuid) {
+            None => None,
+            Some(key) => match self.context.state.prepared.condemn(key) {
+                Some(condemned) => Some(condemned),
+                // Prepared since the decision.
+                None => return None,
+            },
+        };
+        if self.concern() != *concern {
+            return None;
+        }
+        if let Err(error) = self.context.ours.intend(&uuid, &step) {
+            let message =
+                format!("the checkpoint of instances cannot be written, so nothing is created: {error}");
+            let reason = Reason { reason: problem_reason::CHECKPOINT_FAILED.into(), message };
+            self.failure(step, None, reason);
+            return None;
+        }
+        tracing::info!(gpu = %uuid, generation = spec.generation, "{step}");
+        let started = Instant::now();
+        let driver = self.context.driver.clone();
+        let acted = step.clone();
+        let on = uuid.clone();
+        let mut call = Box::pin(blocking(move || {
+            let library = driver.session().map_err(|_| no_session())?;
+            hardware::act(&library, &on, &acted).inspect_err(|failure| driver.note_failure(&library, failure))
+        }));
+        let result = match timeout(HANGS, &mut call).await {
+            Ok(result) => result,
+            Err(_) => {
+                let message = format!("to {step} on {uuid} takes more than {} s", HANGS.as_secs());
+                tracing::warn!("{message}");
+                self.note(true, problem_reason::CALL_HANGS, "Reshape", message.clone());
+                self.report(spec, Some(Reason { reason: problem_reason::CALL_HANGS.into(), message }));
+                call.await
+            }
+        };
+        drop(condemned);
+        match result {
+            Ok(()) => {
+                tracing::info!(gpu = %uuid, milliseconds = started.elapsed().as_millis() as u64, "done: {step}");
+                self.failed.retain(|failed| failed.step != step);
+            }
+            Err(failure) => {
+                let message = self.explain(&step, &failure).await;
+                let reason = Reason { reason: failure.code.name().into_owned(), message };
+                self.failure(step, Some(failure.code), reason);
+            }
+        }
+        None
+    }
+
+    /// What failed, on what, and, if something is in use, by whom.
+    async fn explain(&self, step: &Step, failure: &Failure) -> String {
+        let uuid = &self.identity.uuid;
+        let mut message = format!("to {step} on {uuid}: {failure}");
+        let instance = match step {
+            Step::DestroyComputeInstance { instance, .. } | Step::DestroyGpuInstance { instance } => {
+                Some(instance.gpu_instance_id)
+            }
+            Step::CreateComputeInstance { .. } | Step::Nothing | Step::Blocked(_) => return message,
+            _ => None,
+        };
+        if failure.code == Code::IN_USE
+            && let Some(minor) = self.last.as_ref().map(|gpu| gpu.minor)
+        {
+            let proc_root = self.context.proc_root.clone();
+            let holders = blocking(move || holders::holders(&proc_root, minor, instance)).await;
+            let names: Vec<String> = holders.iter().take(8).map(ToString::to_string).collect();
+            match names.is_empty() {
+                true => message.push_str("; no process with it open was found"),
+                false => message.push_str(&format!("; held by {}", names.join(", "))),
+            }
+        }
+        message
+    }
+
+    fn failure(&mut self, step: Step, code: Option<Code>, reason: Reason) {
+        tracing::warn!(gpu = %self.identity.uuid, reason = %reason.reason, "failed {}", reason.message);
+        let known = self.failed.iter_mut().find(|failed| failed.step == step);
+        let news = known.as_ref().is_none_or(|known| known.reason != reason);
+        if news {
+            let Reason { reason, message } = reason.clone();
+            self.context.notes.send(Note { warning: true, reason, action: "Reshape", message });
+        }
+        let known = self.failed.iter_mut().find(|failed| failed.step == step);
+        match known {
+            Some(failed) => {
+                failed.again = Instant::now() + failed.backoff.next();
+                (failed.code, failed.reason) = (code, reason);
+            }
+            None => {
+                let mut backoff = Backoff::new(&self.identity.uuid);
+                let again = Instant::now() + backoff.next();
+                self.failed.push(Failed { step, backoff, again, code, reason });
+            }
+        }
+    }
+
+    fn note(&self, warning: bool, reason: &str, action: &'static str, message: String) {
+        self.context.notes.send(Note { warning, reason: reason.into(), action, message });
+    }
+
+    fn report(&self, spec: &SeenSpec, problem: Option<Reason>) {
+        self.context.state.reports.send_if_modified(|reports| {
+            let report = reports.entry(self.identity.uuid.clone()).or_default();
+            let new = crate::node::GpuReport { generation: Some(spec.generation), problem };
+            let changed = *report != new;
+            *report = new;
+            changed
+        });
+    }
+
+    fn publish(&mut self, gpu: Gpu) {
+        self.last = Some(gpu.clone());
+        self.context.state.publish_gpu(gpu);
+    }
+
+    /// Waits for a change of what concerns this GPU, or until then. A new generation that leaves this GPU as it is
+    /// only moves the report on.
+    async fn wait(&mut self, concern: &Concern, until: Instant) {
+        let mut specs = self.context.state.spec.subscribe();
+        let mut prepared = self.context.state.prepared.subscribe();
+        let mut rounds = self.context.rounds.clone();
+        let mut verdicts = self.context.verdicts.clone();
+        loop {
+            // Marked as seen before they are compared, so that no change falls between.
+            specs.mark_unchanged();
+            prepared.mark_unchanged();
+            rounds.mark_unchanged();
+            verdicts.mark_unchanged();
+            if self.concern() != *concern {
+                return;
+            }
+            if let Some(spec) = self.context.state.seen_spec()
+                && concern.verdict.is_some()
+            {
+                let report = self.context.state.reports.borrow().get(&self.identity.uuid).cloned();
+                match report {
+                    Some(report) => self.report(&spec, report.problem),
+                    // The first spec, and nothing decided under it yet.
+                    None if self.unseen.is_none() => return,
+                    None => {}
+                }
+            }
+            tokio::select! {
+                _ = specs.changed() => {}
+                _ = prepared.changed() => {}
+                changed = rounds.changed() => if changed.is_err() { std::future::pending::<()>().await },
+                changed = verdicts.changed() => if changed.is_err() { std::future::pending::<()>().await },
+                () = sleep_until(until) => return,
+            }
+        }
+    }
+}
+
+/// Why a GPU is not Kerf's, the node's reason before the GPU's own.
+fn unmanaged(gpu: &Gpu, concern: &Concern) -> Option<Reason> {
+    if let Some(Some(reason)) = &concern.verdict {
+        return Some(reason.clone());
+    }
+    let foreign: Vec<String> = gpu
+        .instances
+        .iter()
+        .filter(|instance| instance.foreign)
+        .map(|instance| {
+            let (start, size) = (instance.placement.start, instance.placement.size);
+            format!("{} at {start}:{size} (GPU instance {})", instance.profile, instance.gpu_instance_id)
+        })
+        .collect();
+    (!foreign.is_empty()).then(|| Reason {
+        reason: unmanaged_reason::FOREIGN_INSTANCE.into(),
+        message: format!("Kerf did not make {}; destroy it to let Kerf manage this GPU", foreign.join(", ")),
+    })
+}
+
+fn far_future() -> Instant {
+    Instant::now() + FAR
+}
+
+fn no_session() -> Failure {
+    Failure { call: NO_SESSION, code: Code::UNINITIALIZED }
+}
+
+/// Runs a blocking call. A panic in it goes on here.
+async fn blocking<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
+    match tokio::task::spawn_blocking(call).await {
+        Ok(value) => value,
+        Err(error) => match error.try_into_panic() {
+            Ok(panic) => std::panic::resume_unwind(panic),
+            // Cancelled: the runtime ends, and so does whoever waits for this.
+            Err(_) => std::future::pending().await,
+        },
+    }
+}
