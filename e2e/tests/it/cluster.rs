@@ -217,6 +217,44 @@ fn a_host_network_pod_reaches_the_api_server_as_its_service_account() {
     });
 }
 
+/// A connection to the pod is enough: its answer is not TLS, so the request is refused.
+#[test]
+fn the_api_server_reaches_a_webhook_behind_a_service() {
+    SHARED.test("webhook", async |cluster, namespace| {
+        let client = cluster.client();
+        let command = "nc -l -p 8443 -e true";
+        create_pod(&client, &namespace, "hook", "node-a", command, json!({})).await?;
+        cluster.kubectl(&["label", "pod", "-n", &namespace, "hook", "app=hook"]).await?;
+        let rules = json!([{
+            "apiGroups": [""], "apiVersions": ["v1"], "resources": ["configmaps"], "operations": ["CREATE"],
+        }]);
+        let service = json!({ "namespace": namespace, "name": "hook", "path": "/" });
+        let only_here = json!({ "matchLabels": { "kubernetes.io/metadata.name": namespace } });
+        for object in [
+            json!({ "apiVersion": "v1", "kind": "Service", "metadata": { "name": "hook", "namespace": namespace },
+                "spec": { "selector": { "app": "hook" }, "ports": [{ "port": 443, "targetPort": 8443 }] } }),
+            json!({ "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration",
+                "metadata": { "name": namespace },
+                "webhooks": [{ "name": "hook.e2e.kerf.dev", "clientConfig": { "service": service }, "rules": rules,
+                    "namespaceSelector": only_here, "failurePolicy": "Fail", "sideEffects": "None",
+                    "timeoutSeconds": 5, "admissionReviewVersions": ["v1"] }] }),
+        ] {
+            apply_yaml(&client, &object.to_string()).await?;
+        }
+        let map = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "m", "namespace": namespace } });
+        let reached = eventually(MINUTE, "the webhook's pod being reached", || async {
+            let refused = apply_yaml(&client, &map.to_string()).await;
+            ensure!(refused.is_err(), "the API server did without the webhook");
+            let pods: Api<Pod> = Api::namespaced(client.clone(), &namespace);
+            let phase = pods.get("hook").await?.status.and_then(|status| status.phase).unwrap_or_default();
+            Ok(if phase == "Succeeded" { Seen::Yes(()) } else { Seen::not_yet(format!("{phase}, {refused:?}")) })
+        })
+        .await;
+        cluster.kubectl(&["delete", "validatingwebhookconfiguration", &namespace]).await?;
+        reached
+    });
+}
+
 #[test]
 fn a_service_accounts_kubeconfig_has_its_rights_only_and_its_node() {
     SHARED.test("accounts", async |cluster, namespace| {

@@ -3,7 +3,9 @@
 
 mod away;
 mod cluster;
+mod crash;
 mod drain;
+mod errors;
 mod guard;
 mod kerf;
 mod policy;

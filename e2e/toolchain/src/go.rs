@@ -4,14 +4,19 @@
 use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::time::Instant;
+use std::process::{Command, Output};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, bail};
 use sha2::{Digest as _, Sha256};
 
 use crate::cache::{entry, non_empty};
 use crate::host::find_on_path;
+
+/// How long a build may be silent.
+const SIGN_OF_LIFE: Duration = Duration::from_secs(20);
 
 struct Recipe {
     /// Folder of `go.mod` and `go.sum` below `e2e/toolchain/`.
@@ -146,7 +151,8 @@ fn build(cache: &Path, recipe: &Recipe, progress: &dyn Fn(&str)) -> Result<PathB
                 0 => format!("building {of_all}; {} takes {} the first time", recipe.module, recipe.about),
                 _ => format!("building {of_all}"),
             });
-            let output = Command::new(&go)
+            let mut command = Command::new(&go);
+            command
                 .current_dir(&sources)
                 .args(["build", "-mod=readonly", "-buildvcs=false", "-trimpath", "-tags", recipe.tags])
                 .args(["-ldflags", &ldflags, "-o"])
@@ -154,9 +160,8 @@ fn build(cache: &Path, recipe: &Recipe, progress: &dyn Fn(&str)) -> Result<PathB
                 .arg(package)
                 .env("CGO_ENABLED", if recipe.cgo { "1" } else { "0" })
                 .env("GOFLAGS", "")
-                .env("GOWORK", "off")
-                .output()
-                .with_context(|| format!("failed to run {}", go.display()))?;
+                .env("GOWORK", "off");
+            let output = run_telling(command, program, progress)?;
             if !output.status.success() {
                 bail!("go build {package} failed ({}):\n{}", output.status, tail(&output.stderr));
             }
@@ -165,6 +170,22 @@ fn build(cache: &Path, recipe: &Recipe, progress: &dyn Fn(&str)) -> Result<PathB
         fs::remove_dir_all(&sources)?;
         Ok(())
     })
+}
+
+/// Runs a command that may take minutes, with a sign of life now and then.
+fn run_telling(mut command: Command, what: &str, progress: &dyn Fn(&str)) -> Result<Output> {
+    let begun = Instant::now();
+    let (done, outcome) = mpsc::channel();
+    thread::spawn(move || done.send(command.output()));
+    loop {
+        match outcome.recv_timeout(SIGN_OF_LIFE) {
+            Ok(output) => return output.with_context(|| format!("failed to run the build of {what}")),
+            Err(RecvTimeoutError::Timeout) => {
+                progress(&format!("still building {what}, {} s so far", begun.elapsed().as_secs()));
+            }
+            Err(RecvTimeoutError::Disconnected) => bail!("the build of {what} was lost"),
+        }
+    }
 }
 
 impl Recipe {

@@ -36,7 +36,8 @@ pub(crate) fn ensure(progress: &dyn Fn(&str)) -> Result<HostTools> {
     })
 }
 
-fn install(packages: &[&str], progress: &dyn Fn(&str)) -> Result<()> {
+/// Installs Debian packages.
+pub(crate) fn install(packages: &[&str], progress: &dyn Fn(&str)) -> Result<()> {
     let names = packages.join(" ");
     let apt = find_on_path("apt-get").with_context(|| {
         format!("not found on this machine: {names} (Debian's names); install them with its package manager")

@@ -8,7 +8,7 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::cache::entry;
 use crate::go::tail;
-use crate::host::find_on_path;
+use crate::host::{find_on_path, install};
 
 /// PyPI `nvidia-ml-py`.
 const NVIDIA_ML_PY: &str = "13.615.71";
@@ -34,6 +34,15 @@ pub(crate) fn ensure(cache: &Path, progress: &dyn Fn(&str)) -> Result<PathBuf> {
         Ok(())
     })?;
     Ok(entry.join("python"))
+}
+
+fn has_pip() -> bool {
+    find_on_path("python3").is_some_and(|python| {
+        Command::new(python)
+            .args(["-m", "pip", "--version"])
+            .output()
+            .is_ok_and(|output| output.status.success())
+    })
 }
 
 fn run(command: &mut Command) -> Result<()> {
