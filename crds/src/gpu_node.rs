@@ -309,8 +309,11 @@ impl Instance {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ClaimReference {
+    /// Its namespace.
     pub namespace: String,
+    /// Its name.
     pub name: String,
+    /// Its UID.
     pub uid: String,
 }
 
@@ -365,14 +368,19 @@ pub struct Profile {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Engines {
+    /// Copy engines.
     #[serde(default)]
     pub copy: u32,
+    /// Video decoders (NVDEC).
     #[serde(default)]
     pub decoder: u32,
+    /// Video encoders (NVENC).
     #[serde(default)]
     pub encoder: u32,
+    /// JPEG decoders (NVJPG).
     #[serde(default)]
     pub jpeg: u32,
+    /// Optical flow accelerators (OFA).
     #[serde(default)]
     pub ofa: u32,
 }

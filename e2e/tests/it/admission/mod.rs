@@ -1,0 +1,64 @@
+//! What the API server admits: policies, claims, pods, and the writes of Kerf's own parts. Everything is asked of a real
+//! API server with the shipped manifests; there are no nodes but Node objects, since nothing has to run.
+
+mod accounts;
+mod certificates;
+mod claims;
+mod explain;
+mod pods;
+mod policies;
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use anyhow::{Context as _, Result, bail};
+use kerf_e2e::kerf::{Kerf, KerfOptions};
+use kerf_e2e::shared::runtime;
+use serde_json::Value;
+use tokio::sync::OnceCell;
+
+static KERF: OnceCell<Kerf> = OnceCell::const_new();
+
+/// Runs a test with the cluster that all tests here share.
+fn test<F, Fut>(test: F)
+where
+    F: FnOnce(&'static Kerf) -> Fut + Send + 'static,
+    Fut: Future<Output = Result<()>> + Send,
+{
+    let outcome = runtime().block_on(runtime().spawn(async move {
+        test(KERF.get_or_try_init(|| Kerf::start(KerfOptions::nodes(&[]))).await?).await
+    }));
+    match outcome {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => panic!("{error:#}"),
+        Err(ended) if ended.is_panic() => std::panic::resume_unwind(ended.into_panic()),
+        Err(ended) => panic!("the test was cancelled: {ended}"),
+    }
+}
+
+/// Has kubectl do something with a manifest: `kubectl <args> -f <manifest>`. Returns its output.
+async fn kubectl(kerf: &Kerf, args: &[&str], manifest: &Value) -> Result<String> {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let file = kerf.cluster.dir().join(format!("admission-{count}.json"));
+    std::fs::write(&file, manifest.to_string()).context("failed to write a manifest")?;
+    let file = file.display().to_string();
+    kerf.cluster.kubectl(&[args, &["-f", &file]].concat()).await
+}
+
+/// As [`kubectl`], for what has to be refused. Returns what kubectl says.
+async fn refused(kerf: &Kerf, args: &[&str], manifest: &Value) -> Result<String> {
+    match kubectl(kerf, args, manifest).await {
+        Ok(output) => bail!("{manifest} was not refused: {output}"),
+        Err(error) => Ok(format!("{error:#}")),
+    }
+}
+
+/// Checks that a text has all parts.
+fn has_all(text: &str, parts: &[&str], what: &dyn std::fmt::Debug) -> Result<()> {
+    for part in parts {
+        if !text.contains(part) {
+            bail!("no '{part}' in what {what:?} was answered with:\n{text}");
+        }
+    }
+    Ok(())
+}
