@@ -1,6 +1,7 @@
 //! End-to-end tests on real clusters. One program, so that they share clusters: most run side by side, each in its own
 //! namespace of [`SHARED`]; those that break things start their own.
 
+mod admission;
 mod away;
 mod cluster;
 mod crash;
