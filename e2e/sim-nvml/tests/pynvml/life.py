@@ -121,13 +121,17 @@ attributes = nvmlDeviceGetAttributes(mig)
 assert (attributes.multiprocessorCount, attributes.gpuInstanceSliceCount) == (60, 3)
 assert (attributes.computeInstanceSliceCount, attributes.memorySizeMB) == (3, 40448)
 
-# A second one with a lower id comes first: indexes are dense and sorted by id.
-second = nvmlDeviceCreateGpuInstanceWithPlacement(gpu, 9, ctypes.byref(c_nvmlGpuInstancePlacement_t(4, 4)))
-second_ci = nvmlGpuInstanceCreateComputeInstance(second, 2)
-assert [nvmlDeviceGetGpuInstanceId(nvmlDeviceGetMigDeviceHandleByIndex(gpu, i)) for i in (0, 1)] == [1, 2]
-assert nvmlDeviceGetIndex(nvmlDeviceGetMigDeviceHandleByIndex(gpu, 1)) == 1
-nvmlComputeInstanceDestroy(second_ci)
-nvmlGpuInstanceDestroy(second)
+# Indexes are dense and sorted by id: a new instance can come before an older one.
+others = []
+for start in (6, 4):
+    other = nvmlDeviceCreateGpuInstanceWithPlacement(gpu, 19, ctypes.byref(c_nvmlGpuInstancePlacement_t(start, 1)))
+    others.append((other, nvmlGpuInstanceCreateComputeInstance(other, 0)))
+devices = [nvmlDeviceGetMigDeviceHandleByIndex(gpu, index) for index in range(3)]
+assert [nvmlDeviceGetGpuInstanceId(device) for device in devices] == [1, 11, 13]
+assert [nvmlDeviceGetIndex(device) for device in devices] == [0, 1, 2]
+for other, other_ci in others:
+    nvmlComputeInstanceDestroy(other_ci)
+    nvmlGpuInstanceDestroy(other)
 
 # A program on it is seen on it, and only there; it keeps the instance from being destroyed.
 nodes = [capability_node(ROOT, f"gpu4/gi1/{name}access") for name in ("", "ci0/")]
