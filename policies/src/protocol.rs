@@ -7,12 +7,19 @@
 //! Who else writes at the same time: kube-scheduler clears allocations of pods that it cannot place and binds pods at
 //! any later moment; kubelet prepares on the node where the pod is bound; people delete anything.
 //!
-//! What keeps it safe:
-//! - an entry goes only when its devices are out of use and nothing refers to it any more: the pod is gone or done, or
-//!   a read of the pod *after* the allocation was cleared shows it unbound;
+//! What keeps it safe, and what `tests/protocol_model.rs` shows to be needed by taking it out:
+//! - an entry goes only when nothing refers to it any more: the pod is gone or done and its devices are out of use by
+//!   the last report, or a read of the pod *after* the allocation was cleared shows it unbound;
 //! - the daemon prepares only what is in its own spec *and* in the claim's live allocation, so a bind that arrives
 //!   late finds nothing to run on and the pod is evicted;
-//! - every write carries a precondition on the version that was looked at.
+//! - neither does the operator allocate what another claim still holds by the daemon's report, nor does the daemon
+//!   prepare it: a report can be late, and after a force-delete a process outlives pod and claim;
+//! - every write carries a precondition on the version that was looked at, so of two operators one wins. They can still
+//!   make two entries of one pod on two nodes: [`counts`] says which stays;
+//! - the hold is given back by the operator, as nobody else does it.
+//!
+//! What is not promised: while a paused ex-leader still writes, it can take away the entry of a pod that has begun to
+//! run. The daemon keeps the devices to the pod; the entry is restored, or the pod evicted if the place was given away.
 
 /// The pod of a placement.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -36,7 +43,7 @@ pub enum Claim {
     Absent,
     /// There, and not the pod's: somebody else made one of that name.
     Stolen,
-    /// Being deleted while its pod still needs it.
+    /// Being deleted, and not allocated.
     Deleting,
     /// Not allocated.
     Unallocated,
@@ -46,6 +53,8 @@ pub enum Claim {
         as_planned: bool,
         /// With the hold in `reservedFor`.
         held: bool,
+        /// Being deleted: it goes as soon as it is not allocated any more.
+        deleting: bool,
     },
 }
 
@@ -74,30 +83,44 @@ pub struct Observed {
     /// The pod's state was read from the API server after the claim's allocation was last seen cleared, not from a
     /// cache.
     pub pod_read_live: bool,
+    /// The pod has several entries, and another one counts, see [`counts`].
+    pub superseded: bool,
+    /// Without an entry: some device of the allocation is another's by now.
+    pub place_taken: bool,
 }
 
-/// The next write.
+/// Which of a pod's entries counts, if two writers have each made one: that on the node to which the pod is bound, else
+/// that to which the claim is allocated, else the first. Entries are given as node and place, in any order; the answer
+/// is an index, and `None` without entries.
+pub fn counts<N: Ord, L: Ord>(entries: &[(N, L)], bound: Option<&N>, allocated: Option<&L>) -> Option<usize> {
+    (0..entries.len()).min_by_key(|&index| {
+        let (node, place) = &entries[index];
+        (bound.is_some_and(|bound| bound != node), allocated != Some(place), (node, place))
+    })
+}
+
+/// The next write, each with what it has to be conditional on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
     /// Nothing to write; something else has to happen first.
     Wait(Waiting),
-    /// Create the claim: finalizer, owner reference to the pod.
+    /// Create the claim: finalizer, owner reference to the pod. Fails if there is one.
     CreateClaim,
-    /// Write the allocation and the reservation for the pod; with the hold or without.
+    /// Write the allocation and the reservation for the pod; with the hold or without. On the claim's version.
     Allocate { hold: bool },
-    /// Remove Kerf's gate from the pod.
+    /// Remove Kerf's gate from the pod. On the pod's UID.
     Ungate,
-    /// Take the hold out of `reservedFor`.
+    /// Take the hold out of `reservedFor`. On the claim's version.
     ReleaseHold,
-    /// Clear allocation and reservation in one write.
+    /// Clear allocation and reservation in one write. On the claim's version.
     ClearAllocation,
     /// Read the pod from the API server, then ask again.
     ReadPod,
-    /// Take the entry out of `GpuNode.spec`: the place is free.
+    /// Take the entry out of `GpuNode.spec`: the place is free. On the node object's version.
     RemoveEntry,
-    /// Put the entry back for a pod that is already bound with a matching allocation.
+    /// Put the entry back for a pod that is already bound with a matching allocation. On the node object's version.
     RestoreEntry,
-    /// Evict a pod that can never run where it was bound.
+    /// Evict a pod that can never run where it was bound. On the pod's UID; one that is being deleted needs nothing.
     EvictPod,
 }
 
@@ -122,6 +145,10 @@ pub enum Waiting {
 
 /// The next step of a placement.
 pub fn next(seen: &Observed) -> Step {
+    if let (Some(entry), true) = (&seen.entry, seen.superseded) {
+        // The entry that counts looks after claim and pod.
+        return if entry.in_use { Step::Wait(Waiting::Release) } else { Step::RemoveEntry };
+    }
     match seen.pod {
         Pod::Gone | Pod::Done => finish(seen),
         Pod::Gated | Pod::Unbound => advance(seen),
@@ -161,6 +188,8 @@ fn advance(seen: &Observed) -> Step {
     match seen.claim {
         Claim::Allocated { as_planned: false, .. } => Step::ClearAllocation,
         Claim::Allocated { .. } if seen.withdraw => Step::ClearAllocation,
+        // kube-scheduler leaves it alone, and it cannot go while it is allocated.
+        Claim::Allocated { deleting: true, .. } => Step::ClearAllocation,
         // Cleared, but the pod may have been bound just before: only a later look at it tells.
         _ if seen.withdraw && !seen.pod_read_live => Step::ReadPod,
         _ if seen.withdraw && entry.in_use => Step::Wait(Waiting::Release),
@@ -178,7 +207,7 @@ fn advance(seen: &Observed) -> Step {
 /// The pod is bound: keep it running where it is, or end it where it cannot run.
 fn keep(seen: &Observed, here: bool) -> Step {
     match (&seen.entry, &seen.claim) {
-        (Some(_), Claim::Allocated { as_planned: true, held }) if here => {
+        (Some(_), Claim::Allocated { as_planned: true, held, .. }) if here => {
             if *held {
                 Step::ReleaseHold
             } else {
@@ -191,7 +220,9 @@ fn keep(seen: &Observed, here: bool) -> Step {
         }
         (Some(_), Claim::Unallocated) if here => Step::Wait(Waiting::Instances),
         (Some(_), Claim::Absent) if here && seen.claim_is_ours => Step::CreateClaim,
-        (None, Claim::Allocated { .. }) if here => Step::RestoreEntry,
+        // Allocated elsewhere by a writer who did not know of the bind; the place here is still the pod's.
+        (Some(_), Claim::Allocated { .. }) if here => Step::ClearAllocation,
+        (None, Claim::Allocated { .. }) if here && !seen.place_taken => Step::RestoreEntry,
         _ => Step::EvictPod,
     }
 }
