@@ -19,7 +19,7 @@ use crate::ours::{self, Ours};
 use crate::plugin::Plugin;
 use crate::supervise::supervise;
 use crate::worker::Context;
-use crate::{api, foreign, plugin, probe, reconcile, status};
+use crate::{api, foreign, plugin, probe, reconcile, slices, status};
 
 /// GPUs of one node that are changed at the same time.
 const PACE: usize = 16;
@@ -84,6 +84,16 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         move || {
             let (client, state, receiver) = (client.clone(), state.clone(), receiver.clone());
             async move { events::publish(client, state, &mut *receiver.lock().await).await }
+        }
+    });
+    part!("slices", {
+        let (client, state) = (client.clone(), state.clone());
+        move || {
+            let (client, state) = (client.clone(), state.clone());
+            async move {
+                slices::run(state, client).await;
+                Ok(())
+            }
         }
     });
     part!("plugin", {

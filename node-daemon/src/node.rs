@@ -29,6 +29,8 @@ pub struct SeenSpec {
 /// What a GPU's worker has made of the spec.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GpuReport {
+    /// UID of the GpuNode whose spec it was: generations of another one count from 1 again.
+    pub uid: String,
     /// Generation of the spec that the worker last decided under; `None` before the first.
     pub generation: Option<i64>,
     /// Why the GPU is not as the spec wants it.

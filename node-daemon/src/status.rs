@@ -67,10 +67,10 @@ fn observed_generation(
     inventory: &Inventory,
     reports: &BTreeMap<String, GpuReport>,
 ) -> Option<i64> {
-    let seen = spec?.generation;
-    inventory.gpus.iter().try_fold(seen, |oldest, gpu| {
-        let generation = reports.get(&gpu.uuid)?.generation?;
-        Some(oldest.min(generation))
+    let spec = spec?;
+    inventory.gpus.iter().try_fold(spec.generation, |oldest, gpu| {
+        let report = reports.get(&gpu.uuid).filter(|report| report.uid == spec.uid)?;
+        Some(oldest.min(report.generation?))
     })
 }
 

@@ -15,13 +15,16 @@ use crate::hardware::{self, Code, Driver, Failure, Identity, Known};
 use crate::health::Health;
 use crate::holders;
 use crate::inventory::Gpu;
-use crate::node::{NodeState, SeenSpec};
+use crate::node::{GpuReport, NodeState, SeenSpec};
 use crate::ours::Ours;
 use crate::prepared::DeviceKey;
 use crate::step::{Desired, Observed, Step, due_steps};
 
 /// How soon to look again while something is waited for that only a look can show: processes that end.
 const WAITING: Duration = Duration::from_secs(1);
+
+/// What blocks for less than this is not reported: a claim that has just ended still holds its slices for a moment.
+const PASSING: Duration = Duration::from_secs(5);
 
 /// A call that has not come back for this long is reported.
 const HANGS: Duration = Duration::from_secs(30);
@@ -82,6 +85,8 @@ struct Worker {
     /// Why the last look failed; `None` if it did not.
     unseen: Option<Failure>,
     failed: Vec<Failed>,
+    /// By what the GPU is blocked, and since when.
+    blocked: Option<(String, Instant)>,
 }
 
 /// Runs one GPU's worker until it is dropped.
@@ -93,13 +98,14 @@ pub async fn run(context: Context, identity: Identity) -> anyhow::Result<()> {
         last: None,
         unseen: None,
         failed: Vec::new(),
+        blocked: None,
     };
     let mut seen_round = None;
     loop {
-        let concern = worker.concern();
+        let (concern, spec) = worker.concern();
         // A change made by nobody but us needs no new geometry.
         let afresh = seen_round.replace(concern.round) != Some(concern.round);
-        let wait = worker.round(&concern, afresh).await;
+        let wait = worker.round(&concern, spec, afresh).await;
         if let Some(until) = wait {
             worker.wait(&concern, until).await;
         }
@@ -107,12 +113,13 @@ pub async fn run(context: Context, identity: Identity) -> anyhow::Result<()> {
 }
 
 impl Worker {
-    fn concern(&self) -> Concern {
+    /// The latest concern, and the spec that it was taken from.
+    fn concern(&self) -> (Concern, Option<Arc<SeenSpec>>) {
         let uuid = &self.identity.uuid;
-        let spec = self.context.state.seen_spec();
-        let spec = spec.as_ref().map(|seen| &seen.spec);
+        let seen = self.context.state.seen_spec();
+        let spec = seen.as_ref().map(|seen| &seen.spec);
         let whole = DeviceKey { gpu: uuid.clone(), placement: None };
-        Concern {
+        let concern = Concern {
             desired: spec.and_then(|spec| spec.gpus.iter().find(|gpu| gpu.uuid == *uuid)).cloned(),
             partitions: spec
                 .into_iter()
@@ -123,13 +130,18 @@ impl Worker {
             holders: self.context.state.prepared.holders(&whole),
             verdict: self.context.verdicts.borrow().clone(),
             round: *self.context.rounds.borrow(),
-        }
+        };
+        (concern, seen)
     }
 
     /// Looks, decides, acts once. Returns until when there is nothing to do unless something changes; `None`: go on at
     /// once.
-    async fn round(&mut self, concern: &Concern, afresh: bool) -> Option<Instant> {
-        let spec = self.context.state.seen_spec();
+    async fn round(
+        &mut self,
+        concern: &Concern,
+        spec: Option<Arc<SeenSpec>>,
+        afresh: bool,
+    ) -> Option<Instant> {
         let mut gpu = match self.look(afresh).await {
             Ok(gpu) => gpu,
             Err(failure) => return Some(self.not_seen(spec.as_deref(), failure)),
@@ -147,7 +159,11 @@ impl Worker {
                 && self.context.state.prepared.holders(&key).is_empty()
         });
         let rest = if lingering { Instant::now() + WAITING } else { far_future() };
-        let (Some(spec), true, true) = (spec, self.context.ours.is_known(), concern.verdict.is_some()) else {
+        if !self.context.ours.is_known() {
+            // Nobody must take what is foreign for ours, or the other way round.
+            return Some(rest);
+        }
+        let (Some(spec), true) = (spec, concern.verdict.is_some()) else {
             // Without a live spec nothing is changed.
             self.publish(gpu);
             return Some(rest);
@@ -169,10 +185,25 @@ impl Worker {
         }
         let blocked = blocked.filter(|reason| reason.reason != unmanaged_reason::MODE_SWITCH_NOT_ALLOWED);
         let waits = blocked.is_some();
-        self.report(&spec, self.failed.first().map(|failed| failed.reason.clone()).or(blocked));
+        let lasting = self.lasting(blocked);
+        self.report(&spec, self.failed.first().map(|failed| failed.reason.clone()).or(lasting));
         let next_try = self.failed.iter().map(|failed| failed.again).min().unwrap_or_else(far_future);
         let look = if waits { now + WAITING } else { far_future() };
         Some(rest.min(next_try).min(look))
+    }
+
+    /// What blocks, once it has done so for a while.
+    fn lasting(&mut self, blocked: Option<Reason>) -> Option<Reason> {
+        let Some(reason) = blocked else {
+            self.blocked = None;
+            return None;
+        };
+        let since = match self.blocked.take() {
+            Some((word, since)) if word == reason.reason => since,
+            _ => Instant::now(),
+        };
+        self.blocked = Some((reason.reason.clone(), since));
+        (since.elapsed() >= PASSING).then_some(reason)
     }
 
     fn due(&self, gpu: &Gpu, concern: &Concern) -> (Vec<Step>, Option<Reason>) {
@@ -249,7 +280,7 @@ impl Worker {
                 None => return None,
             },
         };
-        if self.concern() != *concern {
+        if self.concern().0 != *concern {
             return None;
         }
         if let Err(error) = self.context.ours.intend(&uuid, &step) {
@@ -347,7 +378,7 @@ impl Worker {
     fn report(&self, spec: &SeenSpec, problem: Option<Reason>) {
         self.context.state.reports.send_if_modified(|reports| {
             let report = reports.entry(self.identity.uuid.clone()).or_default();
-            let new = crate::node::GpuReport { generation: Some(spec.generation), problem };
+            let new = GpuReport { uid: spec.uid.clone(), generation: Some(spec.generation), problem };
             let changed = *report != new;
             *report = new;
             changed
@@ -372,11 +403,15 @@ impl Worker {
             prepared.mark_unchanged();
             rounds.mark_unchanged();
             verdicts.mark_unchanged();
-            if self.concern() != *concern {
+            let (now, spec) = self.concern();
+            // What was seen before it was known what is ours has not been published.
+            let unpublished = self.last.is_none() && self.unseen.is_none() && self.context.ours.is_known();
+            if now != *concern || unpublished {
                 return;
             }
-            if let Some(spec) = self.context.state.seen_spec()
+            if let Some(spec) = spec
                 && concern.verdict.is_some()
+                && self.context.ours.is_known()
             {
                 let report = self.context.state.reports.borrow().get(&self.identity.uuid).cloned();
                 match report {

@@ -11,6 +11,7 @@ mod observe;
 mod raw;
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -41,14 +42,15 @@ const LIBRARY: &str = "libnvidia-ml.so.1";
 #[derive(Clone, Debug)]
 pub struct Driver {
     root: Arc<Path>,
+    /// Held while the library is initialised, which can take seconds.
     session: Arc<Mutex<Session>>,
+    /// How often the driver went away.
+    departures: Arc<AtomicU64>,
 }
 
 #[derive(Debug, Default)]
 struct Session {
     library: Option<Arc<Library>>,
-    /// How often the driver went away.
-    departures: u64,
     /// When the library was last initialised anew to find a lost GPU.
     searched: Option<Instant>,
 }
@@ -77,7 +79,7 @@ pub struct Versions {
 impl Driver {
     /// Nothing is opened until the first [`Driver::session`].
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        Self { root: Arc::from(root.into()), session: Arc::default() }
+        Self { root: Arc::from(root.into()), session: Arc::default(), departures: Arc::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Session> {
@@ -104,7 +106,7 @@ impl Driver {
 
     /// How often the driver was found gone. Loading it anew resets the GPUs.
     pub fn departures(&self) -> u64 {
-        self.lock().departures
+        self.departures.load(Ordering::Relaxed)
     }
 
     /// Gives the session up if a failure in it says that it is of no more use: the next [`Driver::session`] initialises
@@ -115,7 +117,7 @@ impl Driver {
             return;
         }
         if failure.driver_is_gone() {
-            session.departures += 1;
+            self.departures.fetch_add(1, Ordering::Relaxed);
             session.library = None;
         } else if failure.gpu_is_gone() && session.searched.is_none_or(|at| at.elapsed() >= SEARCH_INTERVAL) {
             session.searched = Some(Instant::now());

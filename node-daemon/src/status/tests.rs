@@ -74,7 +74,7 @@ fn built(inventory: &Inventory, reports: &BTreeMap<String, GpuReport>) -> GpuNod
 
 fn reports(gpus: &[Gpu], generations: &[Option<i64>]) -> BTreeMap<String, GpuReport> {
     let report = |(gpu, generation): (&Gpu, &Option<i64>)| {
-        (gpu.uuid.clone(), GpuReport { generation: *generation, problem: None })
+        (gpu.uuid.clone(), GpuReport { uid: String::new(), generation: *generation, problem: None })
     };
     gpus.iter().zip(generations).map(report).collect()
 }

@@ -1,0 +1,151 @@
+//! Errors of the driver: named, retried, and gone when they are.
+
+use kerf_crds::conditions::node_reason;
+use kerf_node_daemon::step::{Step, StepKind};
+use kerf_sim::{GpuSpec, NodeSpec, NvmlError, Occurrence};
+
+use crate::node::{Node, claim, eventually, managed};
+
+fn a100(count: usize) -> Node {
+    Node::new(NodeSpec::new("n", vec![GpuSpec::new("a100-80").in_mig_mode(); count]))
+}
+
+#[tokio::test]
+async fn a_failing_call_is_named_and_retried_until_it_works() {
+    let node = a100(1);
+    let mut daemon = node.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let wanted = [claim(&gpu, "3g.40gb", 0, 4)];
+    for (call, error) in [
+        ("nvmlDeviceCreateGpuInstanceWithPlacement", NvmlError::InsufficientResources),
+        ("nvmlGpuInstanceCreateComputeInstance", NvmlError::Unknown),
+    ] {
+        node.sim.inject(call, error, Occurrence::Persistent, None).unwrap();
+    }
+    daemon.apply(1, &[managed(&gpu)], &wanted);
+    let failing =
+        daemon.report(&gpu.uuid, "a problem", |report| report.problem.is_some()).await.problem.unwrap();
+    assert_eq!(failing.reason, "INSUFFICIENT_RESOURCES");
+    for part in ["nvmlDeviceCreateGpuInstanceWithPlacement", "3g.40gb at 0:4", gpu.uuid.as_str()] {
+        assert!(failing.message.contains(part), "{:?} does not name {part}", failing.message);
+    }
+    let note = daemon.note("the failure", |note| note.reason == "INSUFFICIENT_RESOURCES").await;
+    assert!(note.warning && note.message == failing.message);
+    node.sim.clear_faults().unwrap();
+    daemon.settled(1, &wanted).await;
+    assert_eq!(node.layout(), ["0 3g.40gb@0"]);
+}
+
+#[tokio::test]
+async fn a_call_that_fails_after_its_effect_is_not_repeated() {
+    for kind in Step::ALL_KINDS {
+        let node = Node::new(NodeSpec::new("n", vec![GpuSpec::new("h100-80-sxm")]));
+        let daemon = node.start();
+        let gpu = daemon.inventory().await.gpus[0].clone();
+        let mut entry = managed(&gpu);
+        node.sim.inject_after(kind.nvml_call(), NvmlError::Unknown, Occurrence::Once, None).unwrap();
+        let first = [claim(&gpu, "1g.10gb", 0, 1)];
+        daemon.settle(1, std::slice::from_ref(&entry), &first).await;
+        let second = [claim(&gpu, "3g.40gb", 0, 4)];
+        daemon.settle(2, std::slice::from_ref(&entry), &second).await;
+        assert_eq!(node.layout(), ["0 3g.40gb@0"], "{kind:?}");
+        let counts = node.sim.counts().unwrap()[0];
+        assert_eq!((counts.gpu_instances_created, counts.gpu_instances_destroyed), (2, 1), "{kind:?}");
+        entry.mig = kerf_crds::gpu_node::DesiredMig::Disabled;
+        daemon.apply(3, &[entry], &[]);
+        daemon.until("MIG off", |inventory| !inventory.gpus[0].mig.enabled).await;
+        assert!(node.layout().is_empty(), "{kind:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_holder_that_blocks_a_destroy_is_named_and_keeps_nobody_else_waiting() {
+    let node = a100(1);
+    let daemon = node.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let entries = [managed(&gpu)];
+    daemon.settle(1, &entries, &[claim(&gpu, "1g.10gb", 0, 1)]).await;
+    let made = node.sim.instances().unwrap().remove(0);
+    let holder = node.sim.hold(0, Some(made.gi)).unwrap();
+    let (blocked, free) = (claim(&gpu, "3g.40gb", 0, 4), claim(&gpu, "3g.40gb", 4, 4));
+    daemon.apply(2, &entries, &[blocked.clone(), free.clone()]);
+    eventually("the other half is made", || node.layout().contains(&"0 3g.40gb@4".to_owned())).await;
+    let report = daemon.report(&gpu.uuid, "IN_USE", |report| {
+        report.problem.as_ref().is_some_and(|problem| problem.reason == "IN_USE")
+    });
+    let problem = report.await.problem.unwrap();
+    assert!(problem.message.contains("1g.10gb at 0:1"), "{}", problem.message);
+    drop(holder);
+    daemon.settled(2, &[blocked, free]).await;
+}
+
+#[tokio::test]
+async fn every_error_of_every_call_that_changes_something_clears_when_it_is_gone() {
+    let calls: std::collections::BTreeSet<&str> =
+        Step::ALL_KINDS.iter().map(|kind: &StepKind| kind.nvml_call()).collect();
+    for (call, errors) in kerf_sim::documented_errors() {
+        if !calls.contains(call.as_str()) {
+            continue;
+        }
+        for error in errors {
+            let node = Node::new(NodeSpec::new("n", vec![GpuSpec::new("h100-80-sxm")]));
+            let daemon = node.start();
+            let gpu = daemon.inventory().await.gpus[0].clone();
+            let entries = [managed(&gpu)];
+            node.sim.inject(&call, error, Occurrence::Once, None).unwrap();
+            daemon.settle(1, &entries, &[claim(&gpu, "1g.10gb", 0, 1)]).await;
+            daemon.settle(2, &entries, &[claim(&gpu, "3g.40gb", 0, 4)]).await;
+            assert_eq!(node.layout(), ["0 3g.40gb@0"], "{call} {error:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_lost_gpu_is_unhealthy_and_its_neighbour_is_served() {
+    let node = a100(2);
+    let mut daemon = node.start();
+    let gpus = daemon.inventory().await.gpus.clone();
+    let entries = [managed(&gpus[0]), managed(&gpus[1])];
+    let first = [claim(&gpus[0], "1g.10gb", 0, 1)];
+    daemon.settle(1, &entries, &first).await;
+    node.sim.lose_gpu(0).unwrap();
+    daemon.state.request_scan();
+    let is_lost = |inventory: &kerf_node_daemon::inventory::Inventory| {
+        let unhealthy = inventory.gpus[0].unhealthy.as_ref();
+        unhealthy.is_some_and(|reason| reason.reason == node_reason::GPU_LOST)
+    };
+    let lost = daemon.until("a lost GPU", is_lost).await;
+    assert_eq!(lost.gpus[0].instances.len(), 1, "what is known of it stays known");
+    daemon.note("the loss", |note| note.reason == node_reason::GPU_LOST).await;
+    let second = [claim(&gpus[1], "1g.10gb", 0, 1)];
+    daemon.apply(2, &entries, &[first[0].clone(), second[0].clone()]);
+    eventually("the other GPU is served", || node.layout().contains(&"1 1g.10gb@0".to_owned())).await;
+    node.sim.recover_gpu(0).unwrap();
+    daemon.state.request_scan();
+    daemon.until("a healthy GPU", |inventory| inventory.gpus[0].unhealthy.is_none()).await;
+}
+
+#[tokio::test]
+async fn an_xid_marks_what_it_is_about() {
+    let node = a100(1);
+    let mut daemon = node.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let wanted = [claim(&gpu, "3g.40gb", 0, 4), claim(&gpu, "3g.40gb", 4, 4)];
+    daemon.settle(1, &[managed(&gpu)], &wanted).await;
+    let failing = node.sim.instances().unwrap().into_iter().find(|instance| instance.start == 4).unwrap();
+    node.sim.xid(0, Some(failing.gi), 31).unwrap();
+    node.sim.xid(0, Some(failing.gi), 94).unwrap();
+    let inventory = daemon
+        .until("an unhealthy instance", |inventory| {
+            inventory.gpus[0].instances.iter().any(|instance| instance.unhealthy.is_some())
+        })
+        .await;
+    assert_eq!(inventory.gpus[0].unhealthy, None);
+    let marked: Vec<(u32, bool)> = inventory.gpus[0]
+        .instances
+        .iter()
+        .map(|instance| (instance.placement.start, instance.unhealthy.is_some()))
+        .collect();
+    assert_eq!(marked, [(0, false), (4, true)]);
+    daemon.note("the XID", |note| note.reason == "Xid94").await;
+}
