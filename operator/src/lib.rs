@@ -14,4 +14,6 @@ pub mod controller;
 pub mod leader;
 pub mod run;
 pub mod scheduler;
+#[cfg(test)]
+mod testing;
 pub mod webhook;

@@ -19,6 +19,22 @@ use crate::webhook::{self, View};
 /// Runs until SIGTERM or SIGINT, or until something fails that cannot be retried.
 pub async fn run(config: Config) -> anyhow::Result<()> {
     let client = Client::try_default().await.context("failed to find the API server")?;
+    let mut terminate = signal(SignalKind::terminate()).context("failed to listen for SIGTERM")?;
+    let stop = async move {
+        tokio::select! {
+            _ = terminate.recv() => {}
+            _ = tokio::signal::ctrl_c() => {}
+        }
+    };
+    run_until(client, config, stop).await
+}
+
+/// Runs until `signal` resolves, or until something fails that cannot be retried.
+pub async fn run_until(
+    client: Client,
+    config: Config,
+    signal: impl Future<Output = ()>,
+) -> anyhow::Result<()> {
     let cache = Cache::default();
     let mut watches = cache::watch::start(&client, &cache);
     let (stop, stopped) = watch::channel(false);
@@ -46,10 +62,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     };
     let mut scheduler = tokio::spawn(scheduler::run(writer, until(stopped)));
 
-    let mut terminate = signal(SignalKind::terminate()).context("failed to listen for SIGTERM")?;
     let ended = tokio::select! {
-        _ = terminate.recv() => Ok(()),
-        _ = tokio::signal::ctrl_c() => Ok(()),
+        () = signal => Ok(()),
         ended = &mut webhook => match ended {
             Ok(Ok(())) => Ok(()),
             Ok(Err(error)) => Err(anyhow::Error::new(error).context("the webhook ended")),

@@ -65,9 +65,10 @@ impl Writer {
         let specs = decision.specs.iter().map(Job::Node);
         let drive = decision.drive.iter().map(Job::Placement);
         let ungate = decision.ungate.iter().map(|pod| Job::Ungate(pod));
+        let quota = decision.quota.iter().map(|pod| Job::Quota(pod));
         let stranded = decision.stranded.iter().map(|pod| Job::Stranded(pod));
         let told = decision.sentences.iter().map(|(pod, sentence)| Job::Tell(pod, sentence));
-        let jobs = specs.chain(drive).chain(ungate).chain(stranded).chain(told);
+        let jobs = specs.chain(drive).chain(ungate).chain(quota).chain(stranded).chain(told);
         futures::stream::iter(jobs)
             .for_each_concurrent(CONCURRENCY, |job| async move {
                 if tokio::time::timeout(PATIENCE, self.job(job)).await.is_err() {
@@ -90,6 +91,7 @@ impl Writer {
                     self.failed(&pod.uid, "remove the gate", &error);
                 }
             }
+            Job::Quota(pod) => self.ask_quota(pod).await,
             Job::Stranded(pod) => self.stranded(pod).await,
             Job::Tell(pod, sentence) => self.tell(pod, sentence, None).await,
         }
@@ -160,6 +162,8 @@ impl Writer {
                 return;
             }
             match self.step(key, &seen, step).await {
+                // Giving a place up is no success: what led to it still stands.
+                Ok(Outcome::Done) if matches!(step, Step::ReadPod | Step::ClearAllocation) => {}
                 Ok(Outcome::Done) => self.memory.succeeded(&key.pod_uid),
                 Ok(Outcome::Later) => return,
                 Err(error) if is_conflict(&error) || is_gone(&error) => {
@@ -265,11 +269,25 @@ impl Writer {
             Err(error) => {
                 if matches!(&error, kube::Error::Api(status) if status.code == 403) {
                     // The place is of no use to a pod that may not have it.
-                    self.memory.withdraw(key, Instant::now());
+                    self.memory.give_back(key);
                 }
                 Err(error)
             }
         }
+    }
+
+    /// Whether a claim that a quota refused would be let through now: asked without making it, and without a place.
+    async fn ask_quota(&self, pod: &PodInfo) {
+        let original = pod.detail.as_ref().and_then(|detail| detail.original.as_ref());
+        let (Some(name), Some(Ok(original))) = (pod.own_claim(), original) else { return };
+        let claim = claims::from_annotation(pod, name, original);
+        let parameters = PostParams { dry_run: true, ..PostParams::default() };
+        match self.claims(&pod.namespace).create(&parameters, &claim).await {
+            Ok(_) => self.memory.succeeded(&pod.uid),
+            Err(error) if is_conflict(&error) => self.memory.succeeded(&pod.uid),
+            Err(error) => return self.failed(&pod.uid, "create the claim", &error),
+        }
+        self.cache.wake();
     }
 
     async fn allocate(&self, key: &Key, seen: &Seen, hold: bool) -> kube::Result<Outcome> {
@@ -471,6 +489,7 @@ enum Job<'a> {
     Node(&'a NodeWrite),
     Placement(&'a Key),
     Ungate(&'a PodInfo),
+    Quota(&'a PodInfo),
     Stranded(&'a PodInfo),
     Tell(&'a PodInfo, &'a Sentence),
 }

@@ -46,6 +46,8 @@ pub struct Decision {
     pub drive: Vec<Key>,
     /// Pods whose claims are all allocated, with others before them, and that still have Kerf's gate.
     pub ungate: Vec<Arc<PodInfo>>,
+    /// Pods whose claim a quota refused a while ago.
+    pub quota: Vec<Arc<PodInfo>>,
     /// Pods bound where they can never run.
     pub stranded: Vec<Arc<PodInfo>>,
     /// What pods are told.
@@ -89,6 +91,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     let extra = placements::duplicates(world, &keys);
     let mut troubled: Vec<(Key, Arc<PodInfo>)> = Vec::new();
     let mut placed: BTreeSet<String> = BTreeSet::new();
+    let mut lost: BTreeSet<String> = BTreeSet::new();
     for key in &keys {
         let mut seen = placements::look(world, memory, key);
         if matches!(seen.observed.claim, protocol::Claim::Allocated { .. }) {
@@ -119,6 +122,9 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
             }
         }
         let step = next(&seen.observed);
+        if step == Step::EvictPod {
+            lost.insert(key.pod_uid.clone());
+        }
         match step {
             Step::Wait(_) => {}
             Step::RemoveEntry => changes.removed.entry(key.node.clone()).or_default().push(key.clone()),
@@ -147,9 +153,13 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
         }
     }
     for pod in placements::stranded(world) {
+        lost.insert(pod.uid.clone());
         if memory.stranded(&pod.uid, now) {
             decision.stranded.push(pod);
         }
+    }
+    for key in keys.iter().filter(|key| !lost.contains(&key.pod_uid)) {
+        memory.not_stranded(&key.pod_uid);
     }
 
     // 3. Plan.
@@ -277,9 +287,12 @@ fn ask(
                         others.join(", ")
                     );
                     Sentence::waiting(pod_reason::OTHER_GATES, message)
-                } else if !memory.may_try(&pod.uid, now)
-                    && let Some((reason, message)) = memory.trouble(&pod.uid)
+                } else if let Some((reason, message)) = memory.trouble(&pod.uid)
+                    && (reason == pod_reason::QUOTA || !memory.may_try(&pod.uid, now))
                 {
+                    if reason == pod_reason::QUOTA && memory.may_try(&pod.uid, now) {
+                        decision.quota.push(Arc::clone(pod));
+                    }
                     Sentence::waiting(reason, message)
                 } else {
                     let avoided = memory.avoided(&pod.uid, now);

@@ -1,1 +1,304 @@
-//! Tests.
+use serde_json::json;
+
+use super::*;
+use crate::cache::Stored;
+use crate::scheduler::claims;
+use crate::testing::{claim, claiming_pod, gated_pod, gpu, instance, node, wanted, world};
+
+const WALL: i64 = 1_800_000_000;
+
+fn decide_now(world: &World, memory: &Memory) -> Decision {
+    decide(world, memory, &Selectors::default(), Instant::now(), WALL)
+}
+
+/// Writes what the decision tells the nodes, as the API server would.
+fn commit_specs(world: &mut World, decision: &Decision) {
+    for write in &decision.specs {
+        let spec = write.spec.clone();
+        world.replace_gpu_node(|node| node.spec = spec, &write.node.name_any());
+    }
+}
+
+fn dynamic() -> serde_json::Value {
+    json!({"mode": "Dynamic"})
+}
+
+fn said<'a>(decision: &'a Decision, pod: &str) -> Option<(&'a str, &'a str)> {
+    let all = decision.sentences.iter().filter(|(told, _)| told.name == pod);
+    all.map(|(_, sentence)| (sentence.reason, sentence.message.as_str())).next_back()
+}
+
+fn entries(world: &World, node: &str) -> Vec<(String, u32, String)> {
+    let node = world.gpu_nodes.get(node).unwrap();
+    let describe = |partition: &Partition| {
+        let owner = match &partition.owner {
+            Owner::Claim(owner) => owner.pod.clone(),
+            Owner::Policy(owner) => format!("{:?}", owner.kind),
+            Owner::Reservation(_) => "reservation".to_owned(),
+        };
+        match &partition.instance {
+            Some(instance) => (instance.profile.clone(), instance.placement.start, owner),
+            None => ("whole".to_owned(), 0, owner),
+        }
+    };
+    node.spec.partitions.iter().map(describe).collect()
+}
+
+#[test]
+fn a_pod_is_committed_once_and_not_planned_again() {
+    let memory = Memory::default();
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic()).with_pod(gated_pod(
+        "p",
+        "nvidia.com/mig-3g.40gb",
+        json!({}),
+    ));
+    let first = decide_now(&world, &memory);
+    assert_eq!(first.specs.len(), 1);
+    assert_eq!(first.specs[0].added.len(), 1);
+    assert_eq!(first.specs[0].spec.gpus[0].policy, "all");
+    commit_specs(&mut world, &first);
+    assert_eq!(entries(&world, "n0").len(), 1);
+    let second = decide_now(&world, &memory);
+    assert!(second.specs.is_empty(), "{:?}", second.specs);
+    assert_eq!(second.drive.len(), 1, "the claim is to be created");
+    assert_eq!(said(&second, "p").unwrap().0, "Reshaping");
+}
+
+#[test]
+fn all_pods_of_a_cycle_go_into_one_write_per_node() {
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic());
+    for index in 0..7 {
+        world = world.with_pod(gated_pod(&format!("p{index}"), "nvidia.com/mig-1g.10gb", json!({})));
+    }
+    let decision = decide_now(&world, &Memory::default());
+    assert_eq!(decision.specs.len(), 1);
+    assert_eq!(decision.specs[0].added.len(), 7);
+    assert_eq!(decision.specs[0].spec.partitions.len(), 7);
+}
+
+#[test]
+fn a_pod_that_is_gone_gives_its_place_back_when_nothing_uses_it() {
+    let memory = Memory::default();
+    let pod = gated_pod("p", "nvidia.com/mig-3g.40gb", json!({}));
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic()).with_pod(pod.clone());
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    let start = entries(&world, "n0")[0].1;
+    world.put_pod(PodInfo { version: 9, ..pod }, |store, pod| store.watch_deleted(&pod));
+    world.replace_gpu_node(
+        |node| {
+            let mut busy = instance("3g.40gb", start);
+            busy.processes = 1;
+            node.status.as_mut().unwrap().gpus[0].instances.push(busy);
+        },
+        "n0",
+    );
+    let waits = decide_now(&world, &memory);
+    assert!(waits.specs.is_empty(), "a process still runs");
+    world.replace_gpu_node(|node| node.status.as_mut().unwrap().gpus[0].instances[0].processes = 0, "n0");
+    let decision = decide_now(&world, &memory);
+    assert_eq!(decision.specs[0].removed.len(), 1);
+    assert!(decision.specs[0].spec.partitions.is_empty());
+}
+
+#[test]
+fn other_gates_and_refusals_are_told() {
+    let both = json!({"schedulingGates": [{"name": "kerf.dev/plan"}, {"name": "example.com/later"}]});
+    let world = world(vec![vec![gpu("GPU-0", 0)]], dynamic())
+        .with_pod(gated_pod("gated", "nvidia.com/mig-1g.10gb", both))
+        .with_pod(gated_pod("odd", "nvidia.com/mig-9g.90gb", json!({})))
+        .with_pod(gated_pod("elsewhere", "nvidia.com/mig-1g.10gb", json!({"nodeSelector": {"a": "b"}})));
+    let decision = decide_now(&world, &Memory::default());
+    let gated = said(&decision, "gated").unwrap();
+    assert_eq!(gated.0, "OtherGates");
+    assert!(gated.1.contains("example.com/later"), "{gated:?}");
+    assert_eq!(said(&decision, "odd").unwrap().0, "NoSuchProfile");
+    assert_eq!(said(&decision, "elsewhere").unwrap().0, "NodesDoNotFit");
+}
+
+#[test]
+fn a_place_on_a_cordoned_node_is_given_up_only_for_a_better_one() {
+    let memory = Memory::default();
+    let pin = json!({"nodeSelector": {"kubernetes.io/hostname": "n0"}});
+    let mut world = world(vec![vec![gpu("GPU-0", 0)], vec![gpu("GPU-1", 0)]], dynamic())
+        .with_pod(gated_pod("pinned", "nvidia.com/mig-3g.40gb", pin))
+        .with_pod(gated_pod("free", "nvidia.com/mig-3g.40gb", json!({})));
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    let home = if entries(&world, "n0").len() == 2 { "n0" } else { "n1" };
+    for name in ["n0", "n1"] {
+        let mut cordoned = node(name, "8");
+        cordoned.version = 5;
+        cordoned.unschedulable = name == home;
+        world.nodes.watch_applied(cordoned);
+    }
+    let decision = decide_now(&world, &memory);
+    let leaving: Vec<&str> =
+        decision.drive.iter().filter(|key| memory.withdraws(key)).map(|key| key.pod.as_str()).collect();
+    assert_eq!(leaving, ["free"]);
+}
+
+#[test]
+fn a_failed_gpu_is_left_even_if_there_is_no_other() {
+    let memory = Memory::default();
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic()).with_pod(gated_pod(
+        "p",
+        "nvidia.com/mig-3g.40gb",
+        json!({}),
+    ));
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    world.replace_gpu_node(
+        |node| {
+            node.status.as_mut().unwrap().gpus[0].unhealthy =
+                Some(kerf_crds::gpu_node::Reason { reason: "Xid".into(), message: "XID 79".into() });
+        },
+        "n0",
+    );
+    let decision = decide_now(&world, &memory);
+    assert!(memory.withdraws(&decision.drive[0]));
+}
+
+#[test]
+fn kube_scheduler_may_preempt_for_a_pod_of_higher_priority() {
+    let memory = Memory::default();
+    let low: PodInfo = serde_json::from_value::<k8s_openapi::api::core::v1::Pod>(json!({
+        "metadata": {"name": "low", "namespace": "default", "uid": "low", "resourceVersion": "1"},
+        "spec": {"nodeName": "n0", "priority": -1,
+            "containers": [{"name": "main", "resources": {"requests": {"cpu": "8"}}}]},
+    }))
+    .unwrap()
+    .into();
+    let full = world(vec![vec![gpu("GPU-0", 0)]], dynamic()).with_pod(low);
+    let world = full.with_pod(gated_pod("high", "nvidia.com/mig-3g.40gb", json!({})));
+    let decision = decide_now(&world, &memory);
+    assert_eq!(decision.specs.len(), 1);
+    assert_eq!(decision.specs[0].added.len(), 1);
+    assert!(memory.holds("uid-of-high"), "held from the start, or kube-scheduler throws it away");
+    let polite = crate::testing::world(vec![vec![gpu("GPU-0", 0)]], dynamic())
+        .with_pod(PodInfo::clone(world.pods.get("default/low").unwrap()))
+        .with_pod(gated_pod("high", "nvidia.com/mig-3g.40gb", json!({"preemptionPolicy": "Never"})));
+    let decision = decide_now(&polite, &Memory::default());
+    assert_eq!(said(&decision, "high").unwrap().0, "NodesDoNotFit");
+}
+
+#[test]
+fn warm_instances_are_kept_and_give_way() {
+    let memory = Memory::default();
+    let mig = json!({"mode": "Dynamic", "warm": [{"profile": "1g.10gb", "count": 2}]});
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], mig);
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    let before = entries(&world, "n0");
+    assert_eq!(
+        before.iter().filter(|(profile, _, owner)| profile == "1g.10gb" && owner == "Warm").count(),
+        2
+    );
+    assert!(decide_now(&world, &memory).specs.is_empty(), "settled");
+    world = world.with_pod(gated_pod("p", "nvidia.com/mig-1g.10gb", json!({})));
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    let owners: Vec<String> = entries(&world, "n0").into_iter().map(|(_, _, owner)| owner).collect();
+    assert_eq!(owners.iter().filter(|owner| *owner == "Warm").count(), 2, "{owners:?}");
+    assert_eq!(owners.iter().filter(|owner| *owner == "p").count(), 1, "{owners:?}");
+    world = world.with_pod(gated_pod("q", "nvidia.com/mig-4g.40gb", json!({})));
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    assert!(entries(&world, "n0").iter().any(|(_, _, owner)| owner == "q"));
+}
+
+#[test]
+fn a_static_layout_is_made_handed_out_and_comes_back() {
+    let memory = Memory::default();
+    let mig = json!({"mode": "Static", "layout": [{"profile": "3g.40gb", "count": 1}, {"profile": "1g.10gb", "count": 2}]});
+    let pod = gated_pod("p", "nvidia.com/mig-3g.40gb", json!({}));
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], mig).with_pod(pod.clone());
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    let layout = entries(&world, "n0");
+    assert_eq!(layout.len(), 3);
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    let taken = entries(&world, "n0");
+    assert_eq!(taken.len(), 3, "{taken:?}");
+    assert!(taken.iter().any(|(profile, _, owner)| profile == "3g.40gb" && owner == "p"));
+    world.put_pod(PodInfo { version: 9, ..pod }, |store, pod| store.watch_deleted(&pod));
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    assert_eq!(entries(&world, "n0"), layout);
+}
+
+#[test]
+fn two_policies_on_one_gpu_leave_it_alone_but_keep_what_pods_have() {
+    let memory = Memory::default();
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic()).with_pod(gated_pod(
+        "p",
+        "nvidia.com/mig-3g.40gb",
+        json!({}),
+    ));
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    let mut pod = PodInfo::clone(world.pods.get("default/p").unwrap());
+    pod.version = 2;
+    pod.node = Some("n0".into());
+    world.put_pod(pod, |store, pod| store.watch_applied(pod));
+    world.policies.watch_applied(crate::testing::policy("other", json!({})));
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    assert_eq!(world.gpu_nodes.get("n0").unwrap().spec.gpus, []);
+    assert_eq!(entries(&world, "n0").len(), 1);
+}
+
+#[test]
+fn reservations_lapse() {
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic());
+    let reservation = |expires: &str| Partition {
+        gpu: "GPU-0".into(),
+        instance: Some(wanted("3g.40gb", 0)),
+        owner: Owner::Reservation(kerf_crds::gpu_node::Reservation {
+            holder: "default/x".into(),
+            expires: expires.into(),
+        }),
+    };
+    world.replace_gpu_node(|node| node.spec.partitions = vec![reservation("2100-01-01T00:00:00Z")], "n0");
+    let decision = decide_now(&world, &Memory::default());
+    assert_eq!(decision.specs[0].spec.partitions.len(), 1);
+    world.replace_gpu_node(|node| node.spec.partitions = vec![reservation("2020-01-01T00:00:00Z")], "n0");
+    let decision = decide_now(&world, &Memory::default());
+    assert!(decision.specs[0].spec.partitions.is_empty());
+}
+
+#[test]
+fn an_allocation_of_a_running_pod_without_a_record_is_put_on_record_again() {
+    let memory = Memory::default();
+    let mut allocated =
+        claim("c", json!({"requests": [{"name": "r", "exactly": {"deviceClassName": "mig.kerf.dev"}}]}));
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic());
+    let partition = Partition {
+        gpu: "GPU-0".into(),
+        instance: Some(wanted("3g.40gb", 4)),
+        owner: Owner::Claim(ClaimOwner {
+            namespace: "default".into(),
+            name: "c".into(),
+            pod: "p".into(),
+            pod_uid: "uid-of-p".into(),
+            request: "r".into(),
+        }),
+    };
+    let node = world.gpu_nodes.get("n0").unwrap();
+    let allocation = claims::allocate(
+        &allocated,
+        node,
+        std::slice::from_ref(&partition),
+        "2026-01-01T00:00:00Z".parse().unwrap(),
+    );
+    let mut pod = claiming_pod("p", &["c"]);
+    pod.node = Some("n0".into());
+    let status = allocated.status.get_or_insert_default();
+    status.allocation = allocation;
+    status.reserved_for = Some(vec![claims::reservation(&pod)]);
+    world = world.with_pod(pod).with_claim(allocated);
+    let decision = decide_now(&world, &memory);
+    assert_eq!(decision.specs[0].spec.partitions, [partition]);
+    assert_eq!(decision.specs[0].node.key(), "n0");
+}

@@ -74,6 +74,11 @@ impl Memory {
         }
     }
 
+    /// Begins to give a placement up that the pod may not have (its claim was refused): nothing is wrong with the node.
+    pub fn give_back(&self, key: &Key) {
+        self.lock().withdrawing.insert(key.clone());
+    }
+
     /// The placement's record is gone.
     pub fn removed(&self, key: &Key) {
         let mut inner = self.lock();

@@ -29,6 +29,9 @@ use selectors::Selectors;
 
 /// Least time between the beginnings of two cycles: changes that come together are planned together.
 const COALESCE: Duration = Duration::from_millis(10);
+/// A new leader looks on for so long: the watches of pods and of nodes are not in step with each other, and a record of
+/// the former leader's must not be taken for one whose pod is gone.
+const SETTLE: Duration = Duration::from_millis(500);
 /// A cycle comes at least this often, for what only time changes (reservations that lapse).
 const IDLE: Duration = Duration::from_secs(10);
 
@@ -37,6 +40,7 @@ pub async fn run(writer: Writer, stop: impl Future<Output = ()>) {
     let selectors = Selectors::default();
     let mut stop = std::pin::pin!(stop);
     let mut pause = IDLE;
+    let mut led_since = None;
     loop {
         tokio::select! {
             () = writer.cache.changed() => {}
@@ -46,6 +50,12 @@ pub async fn run(writer: Writer, stop: impl Future<Output = ()>) {
         let began = Instant::now();
         if !writer.leadership.holds() {
             pause = IDLE;
+            led_since = None;
+            continue;
+        }
+        let led_for = began.duration_since(*led_since.get_or_insert(began));
+        if let Some(rest) = SETTLE.checked_sub(led_for) {
+            pause = rest;
             continue;
         }
         let (decision, policies, classes) = {

@@ -1,1 +1,165 @@
-//! Tests.
+use serde_json::json;
+
+use super::*;
+use crate::testing::{gated_pod, gpu, instance, wanted, world};
+use kerf_crds::gpu_node::ClaimOwner;
+use kerf_planner::protocol::{Claim, Pod};
+
+fn key() -> Key {
+    Key {
+        node: "n0".into(),
+        namespace: "default".into(),
+        claim: "claim-of-p".into(),
+        pod: "p".into(),
+        pod_uid: "uid-of-p".into(),
+    }
+}
+
+fn partition() -> Partition {
+    Partition {
+        gpu: "GPU-0".into(),
+        instance: Some(wanted("3g.40gb", 4)),
+        owner: Owner::Claim(ClaimOwner {
+            namespace: "default".into(),
+            name: "claim-of-p".into(),
+            pod: "p".into(),
+            pod_uid: "uid-of-p".into(),
+            request: "device-0".into(),
+        }),
+    }
+}
+
+/// A gated pod with a place on record, and its claim in this state.
+fn placed(claim: impl FnOnce(&World, &PodInfo) -> Option<ResourceClaim>) -> World {
+    let pod = gated_pod("p", "nvidia.com/mig-3g.40gb", json!({}));
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], json!({})).with_pod(pod.clone());
+    world.replace_gpu_node(|node| node.spec.partitions = vec![partition()], "n0");
+    if let Some(claim) = claim(&world, &pod) {
+        world.claims.watch_applied(claim);
+    }
+    world
+}
+
+fn made(pod: &PodInfo) -> ResourceClaim {
+    let original = pod.detail.as_ref().unwrap().original.as_ref().unwrap().as_ref().unwrap();
+    claims::from_annotation(pod, "claim-of-p", original)
+}
+
+fn allocated(world: &World, pod: &PodInfo, hold: bool) -> ResourceClaim {
+    let mut claim = made(pod);
+    let node = world.gpu_nodes.get("n0").unwrap();
+    let status = claim.status.get_or_insert_default();
+    status.allocation =
+        claims::allocate(&made(pod), node, &[partition()], "2026-01-01T00:00:00Z".parse().unwrap());
+    status.reserved_for = Some(vec![claims::reservation(pod)]);
+    if hold {
+        status.reserved_for.as_mut().unwrap().push(claims::hold(node));
+    }
+    claim
+}
+
+fn observed(world: &World) -> Observed {
+    look(world, &Memory::default(), &key()).observed
+}
+
+#[test]
+fn a_claim_is_ours_by_its_owner_and_planned_by_its_devices() {
+    assert_eq!(observed(&placed(|_, _| None)).claim, Claim::Absent);
+    assert_eq!(observed(&placed(|_, pod| Some(made(pod)))).claim, Claim::Unallocated);
+    let as_planned = |held| Claim::Allocated { as_planned: true, held };
+    assert_eq!(observed(&placed(|world, pod| Some(allocated(world, pod, false)))).claim, as_planned(false));
+    assert_eq!(observed(&placed(|world, pod| Some(allocated(world, pod, true)))).claim, as_planned(true));
+    let stolen = placed(|_, pod| {
+        let mut claim = made(pod);
+        claim.metadata.owner_references = None;
+        Some(claim)
+    });
+    assert_eq!(observed(&stolen).claim, Claim::Stolen);
+    let elsewhere = placed(|world, pod| {
+        let mut claim = allocated(world, pod, false);
+        let status = claim.status.as_mut().unwrap();
+        let devices = status.allocation.as_mut().unwrap().devices.as_mut().unwrap();
+        devices.results.as_mut().unwrap()[0].device = "gpu-0-mig-9-0".into();
+        Some(claim)
+    });
+    assert_eq!(observed(&elsewhere).claim, Claim::Allocated { as_planned: false, held: false });
+}
+
+#[test]
+fn a_place_is_ready_when_the_instance_is_there_and_free_for_this_claim() {
+    let mut world = placed(|_, pod| Some(made(pod)));
+    let ready = |world: &World| observed(world).entry.unwrap().ready;
+    assert!(!ready(&world), "not made yet");
+    let mut set = |change: &dyn Fn(&mut kerf_crds::gpu_node::Instance)| {
+        world.replace_gpu_node(
+            |node| {
+                let mut there = instance("3g.40gb", 4);
+                change(&mut there);
+                node.status.as_mut().unwrap().gpus[0].instances = vec![there];
+            },
+            "n0",
+        );
+        let entry = observed(&world).entry.unwrap();
+        (entry.ready, entry.in_use)
+    };
+    assert_eq!(set(&|_| {}), (true, false));
+    assert_eq!(set(&|instance| instance.uuid = None), (false, false));
+    assert_eq!(set(&|instance| instance.processes = 1), (false, true));
+    let other = ClaimReference { namespace: "default".into(), name: "other".into(), uid: "o".into() };
+    assert_eq!(set(&|instance| instance.claims.push(other.clone())), (false, true));
+    let own = ClaimReference { namespace: "default".into(), name: "claim-of-p".into(), uid: String::new() };
+    assert_eq!(set(&|instance| instance.claims.push(own.clone())), (true, true));
+}
+
+#[test]
+fn the_pod_is_the_one_with_the_uid_and_not_its_namesake() {
+    let mut world = placed(|_, pod| Some(made(pod)));
+    assert_eq!(observed(&world).pod, Pod::Gated);
+    let mut namesake = gated_pod("p", "nvidia.com/mig-3g.40gb", json!({}));
+    namesake.uid = "another".into();
+    namesake.version = 7;
+    world.put_pod(namesake, |store, pod| store.watch_applied(pod));
+    assert_eq!(observed(&world).pod, Pod::Gone);
+}
+
+#[test]
+fn devices_and_their_names_are_each_others_inverse() {
+    let world = placed(|_, _| None);
+    let node = world.gpu_nodes.get("n0").unwrap();
+    let name = claims::device_of(node, &partition()).unwrap();
+    assert_eq!(name, "gpu-0-mig-9-4");
+    assert_eq!(claims::partition_of(node, &name, partition().owner), Some(partition()));
+    let whole = Partition { instance: None, ..partition() };
+    assert_eq!(claims::partition_of(node, "gpu-0", partition().owner), Some(whole));
+    assert_eq!(claims::partition_of(node, "gpu-1-mig-9-4", partition().owner), None);
+}
+
+#[test]
+fn of_two_records_of_one_claim_the_allocated_one_stays() {
+    let pod = gated_pod("p", "nvidia.com/mig-3g.40gb", json!({}));
+    let mut world =
+        world(vec![vec![gpu("GPU-0", 0)], vec![gpu("GPU-0", 0)]], json!({})).with_pod(pod.clone());
+    for name in ["n0", "n1"] {
+        world.replace_gpu_node(|node| node.spec.partitions = vec![partition()], name);
+    }
+    let keys = all(&world);
+    assert_eq!(duplicates(&world, &keys).iter().map(|key| key.node.as_str()).collect::<Vec<_>>(), ["n1"]);
+    let mut claim = made(&pod);
+    let node = world.gpu_nodes.get("n1").unwrap();
+    claim.status.get_or_insert_default().allocation =
+        claims::allocate(&made(&pod), node, &[partition()], "2026-01-01T00:00:00Z".parse().unwrap());
+    world.claims.watch_applied(claim);
+    assert_eq!(duplicates(&world, &keys).iter().map(|key| key.node.as_str()).collect::<Vec<_>>(), ["n0"]);
+}
+
+#[test]
+fn a_pod_bound_without_an_allocation_is_stranded() {
+    let mut world = placed(|_, pod| Some(made(pod)));
+    let mut bound = gated_pod("p", "nvidia.com/mig-3g.40gb", json!({}));
+    bound.node = Some("n0".into());
+    bound.version = 7;
+    world.put_pod(bound, |store, pod| store.watch_applied(pod));
+    assert!(stranded(&world).is_empty(), "it is on record, so the protocol gives it back its allocation");
+    world.replace_gpu_node(|node| node.spec.partitions.clear(), "n0");
+    assert_eq!(stranded(&world).len(), 1);
+}

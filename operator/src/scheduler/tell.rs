@@ -63,13 +63,17 @@ impl Sentence {
 
     /// The patch of pods/status that says it; with a node to nominate, so that kube-scheduler looks there first.
     pub fn patch(&self, pod: &PodInfo, nominate: Option<&str>, now: &str) -> serde_json::Value {
-        let mut status = json!({"conditions": [{
+        let mut condition = json!({
             "type": PLANNED,
             "status": if self.planned { "True" } else { "False" },
             "reason": self.reason,
             "message": self.message,
-            "lastTransitionTime": now,
-        }]});
+        });
+        let said = pod.detail.as_ref().and_then(|detail| detail.planned.as_ref());
+        if said.is_none_or(|(status, ..)| (status == "True") != self.planned) {
+            condition["lastTransitionTime"] = json!(now);
+        }
+        let mut status = json!({"conditions": [condition]});
         if let Some(node) = nominate {
             status["nominatedNodeName"] = json!(node);
         }
@@ -82,14 +86,14 @@ impl Sentence {
 pub fn of_placement(seen: &Seen, step: Step, trouble: Option<(&'static str, String)>) -> Option<Sentence> {
     let node = seen.node.as_ref()?;
     let name = node.name_any();
+    if let Some((reason, message)) = trouble {
+        return Some(Sentence::waiting(reason, message));
+    }
     if seen.observed.withdraw {
         return Some(Sentence::waiting(
             pod_reason::RESHAPING,
             format!("gives up its place on node {name}, where it cannot run now"),
         ));
-    }
-    if let Some((reason, message)) = trouble {
-        return Some(Sentence::waiting(reason, message));
     }
     match (&seen.observed.claim, step) {
         (Claim::Allocated { as_planned: true, .. }, _) => Some(allocated(seen)),

@@ -1,0 +1,142 @@
+//! Pods from creation to binding.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
+use kerf_crds::{GpuNode, PartitionPolicy, names};
+use kerf_e2e::{Seen, eventually};
+use kube::api::DeleteParams;
+use kube::{Api, Client};
+use serde_json::{Value, json};
+
+use crate::played::{Daemon, Operator, control_plane, create, dynamic_policy, node};
+
+const SOON: Duration = Duration::from_secs(30);
+
+/// A pod as the webhook leaves it.
+fn gated(name: &str, resource: &str, cpu: &str) -> Value {
+    let original = json!({"containers": [{"name": "main", "resources": {resource: 1}}]});
+    json!({
+        "metadata": {"name": name, "annotations": {names::ORIGINAL_RESOURCES: original.to_string()}},
+        "spec": {
+            "schedulingGates": [{"name": names::GATE}],
+            "resourceClaims": [{"name": names::POD_CLAIM, "resourceClaimName": format!("claim-of-{name}")}],
+            "containers": [{"name": "main", "image": "none", "resources": {
+                "requests": {"cpu": cpu},
+                "claims": [{"name": names::POD_CLAIM}],
+            }}],
+        },
+    })
+}
+
+fn pods(client: &Client) -> Api<Pod> {
+    Api::namespaced(client.clone(), "default")
+}
+
+async fn bound(client: &Client, name: &str) -> Result<String> {
+    let pods = pods(client);
+    eventually(SOON, &format!("pod {name} is bound"), || async {
+        let pod = pods.get(name).await?;
+        let node = pod.spec.as_ref().and_then(|spec| spec.node_name.clone());
+        Ok(match node {
+            Some(node) => Seen::Yes(node),
+            None => Seen::not_yet(format!("{:?}", pod.status.and_then(|status| status.conditions))),
+        })
+    })
+    .await
+}
+
+async fn condition(client: &Client, name: &str, reason: &str) -> Result<String> {
+    let pods = pods(client);
+    eventually(SOON, &format!("pod {name} says {reason}"), || async {
+        let pod = pods.get(name).await?;
+        let conditions = pod.status.and_then(|status| status.conditions).unwrap_or_default();
+        let said = conditions.into_iter().find(|c| c.type_ == kerf_crds::conditions::pod::PLANNED);
+        Ok(match said {
+            Some(said) if said.reason.as_deref() == Some(reason) => {
+                Seen::Yes(said.message.unwrap_or_default())
+            }
+            other => Seen::not_yet(format!("{other:?}")),
+        })
+    })
+    .await
+}
+
+async fn partitions(client: &Client, node: &str) -> Result<usize> {
+    Ok(Api::<GpuNode>::all(client.clone()).get(node).await?.spec.partitions.len())
+}
+
+#[test]
+fn pods_are_allocated_ahead_bound_and_their_places_come_back() -> Result<()> {
+    kerf_e2e::shared::runtime().block_on(async {
+        let cluster = control_plane().await?;
+        let client = cluster.client();
+        node(&client, "n1", "8").await?;
+        node(&client, "n2", "8").await?;
+        let _n1 = Daemon::start(&client, "n1", 1, true).await?;
+        let _n2 = Daemon::start(&client, "n2", 1, false).await?;
+        dynamic_policy(&client, json!({"mode": "Dynamic"})).await?;
+        let operator = Operator::start(&client, "first", cluster.free_port()?)?;
+
+        // Two halves, on one GPU or two; then no room for a whole one more than there are.
+        for name in ["a", "b", "c"] {
+            create(&pods(&client), gated(name, "nvidia.com/mig-3g.40gb", "100m")).await?;
+        }
+        for name in ["a", "b", "c"] {
+            bound(&client, name).await?;
+        }
+        let policies: Api<PartitionPolicy> = Api::all(client.clone());
+        eventually(SOON, "the policy is applied", || async {
+            let status = policies.get("all").await?.status.unwrap_or_default();
+            Ok(if status.layout_summary == "3x 3g.40gb" && status.gpus == 2 && status.nodes == 2 {
+                Seen::Yes(())
+            } else {
+                Seen::not_yet(format!("{status:?}"))
+            })
+        })
+        .await?;
+        create(&pods(&client), gated("big", "nvidia.com/mig-7g.80gb", "100m")).await?;
+        let message = condition(&client, "big", "NoRoom").await?;
+        assert!(message.contains("7g.80gb"), "{message}");
+        create(&pods(&client), gated("odd", "nvidia.com/mig-9g.90gb", "100m")).await?;
+        condition(&client, "odd", "NoSuchProfile").await?;
+
+        // The pod alone on its GPU ends, and the big one comes by itself.
+        for name in ["a", "b", "c"] {
+            pods(&client)
+                .delete(name, &DeleteParams { grace_period_seconds: Some(0), ..Default::default() })
+                .await?;
+        }
+        bound(&client, "big").await?;
+        let claims: Api<ResourceClaim> = Api::namespaced(client.clone(), "default");
+        eventually(SOON, "claims and records of the ended pods are gone", || async {
+            let claims = claims.list(&Default::default()).await?.items.len();
+            let entries = partitions(&client, "n1").await? + partitions(&client, "n2").await?;
+            Ok(if (claims, entries) == (1, 1) {
+                Seen::Yes(())
+            } else {
+                Seen::not_yet(format!("{claims} {entries}"))
+            })
+        })
+        .await?;
+        let classes: Api<DeviceClass> = Api::all(client.clone());
+        let class = classes.get("mig-1g.10gb.kerf.dev").await?;
+        assert_eq!(
+            class.spec.and_then(|spec| spec.extended_resource_name).as_deref(),
+            Some("nvidia.com/mig-1g.10gb")
+        );
+        operator.stop().await?;
+
+        // Another takes over where the first stopped.
+        pods(&client)
+            .delete("big", &DeleteParams { grace_period_seconds: Some(0), ..Default::default() })
+            .await?;
+        create(&pods(&client), gated("late", "nvidia.com/mig-2g.20gb", "100m")).await?;
+        let operator = Operator::start(&client, "second", cluster.free_port()?)?;
+        bound(&client, "late").await?;
+        operator.stop().await?;
+        cluster.end()
+    })
+}
