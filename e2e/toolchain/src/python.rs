@@ -15,8 +15,10 @@ const NVIDIA_ML_PY: &str = "13.615.71";
 
 pub(crate) fn ensure(cache: &Path, progress: &dyn Fn(&str)) -> Result<PathBuf> {
     let entry = entry(cache, &format!("python-nvidia-ml-py-{NVIDIA_ML_PY}"), |dir| {
-        let python =
-            find_on_path("python3").context("python3 is not on PATH; install Python 3.9 or newer")?;
+        if !has_pip() {
+            install(&["python3-pip"], progress)?;
+        }
+        let python = find_on_path("python3").context("the package python3-pip brought no python3")?;
         progress(&format!("installing nvidia-ml-py {NVIDIA_ML_PY} from PyPI"));
         let site = dir.join("site");
         // Not a venv, which would hold its own path and break when the finished entry is renamed.
