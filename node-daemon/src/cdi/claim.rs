@@ -120,3 +120,144 @@ fn device_nodes(
     let compute = instance.device().ok_or_else(gone)?;
     files.mig_nodes(gpu.minor, instance.gpu_instance_id, compute.id)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::cdi::{CdiStore, DeviceNode, Hook};
+    use crate::plugin::testing::{DEVICE_1G, DEVICE_3G, GPU1, inventory, prepared_claim};
+    use crate::prepared::DeviceKey;
+
+    fn driver() -> (tempfile::TempDir, DriverFiles) {
+        let root = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        for node in ["nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset"] {
+            write(&format!("dev/{node}"), "");
+        }
+        write("proc/devices", "Character devices:\n238 nvidia-caps\n");
+        for (instance, minor) in [("gi9", 84), ("gi2", 21)] {
+            let folder = format!("proc/driver/nvidia/capabilities/gpu0/mig/{instance}");
+            write(&format!("{folder}/access"), &format!("DeviceFileMinor: {minor}\n"));
+            write(&format!("{folder}/ci0/access"), &format!("DeviceFileMinor: {}\n", minor + 1));
+        }
+        let files = DriverFiles {
+            dev_root: root.path().to_owned(),
+            host_dev_root: "/".into(),
+            proc_root: root.path().to_owned(),
+        };
+        (root, files)
+    }
+
+    /// A claim with requests `a`, the 1g and 3g instances of GPU 0, and `b/big`, the whole of GPU 1.
+    fn three_devices() -> Prepared {
+        let inventory = inventory();
+        let mut prepared = prepared_claim("0f-uid", &inventory);
+        prepared.devices[0].request = "a".into();
+        let mut second = prepared.devices[0].clone();
+        second.device = DEVICE_3G.into();
+        second.key.placement = Some(inventory.gpus[0].instances[0].placement);
+        second.uuid = "MIG-2".into();
+        let mut whole = second.clone();
+        whole.request = "b/big".into();
+        whole.device = "gpu-11111111".into();
+        whole.key = DeviceKey { gpu: GPU1.into(), placement: None };
+        whole.uuid = GPU1.into();
+        prepared.devices.extend([second, whole]);
+        prepared
+    }
+
+    fn common() -> ContainerEdits {
+        ContainerEdits {
+            env: vec!["NVIDIA_VISIBLE_DEVICES=all".into(), "NVIDIA_CTK_LIBCUDA_DIR=/usr/lib".into()],
+            device_nodes: vec![DeviceNode { path: "/dev/nvidia-modeset".into(), ..DeviceNode::default() }],
+            mounts: vec![Mount {
+                host_path: "/d/libcuda.so.1".into(),
+                container_path: "/usr/lib/libcuda.so.1".into(),
+                kind: None,
+                options: vec!["ro".into(), "bind".into()],
+            }],
+            hooks: vec![Hook {
+                hook_name: "createContainer".into(),
+                path: "/usr/bin/nvidia-cdi-hook".into(),
+                args: vec!["nvidia-cdi-hook".into(), "update-ldcache".into()],
+                ..Hook::default()
+            }],
+        }
+    }
+
+    fn paths(edits: &ContainerEdits) -> Vec<&str> {
+        edits.device_nodes.iter().map(|node| node.path.as_str()).collect()
+    }
+
+    #[test]
+    fn each_request_gets_its_own_device_and_nothing_else() {
+        let (_root, files) = driver();
+        let prepared = three_devices();
+        let spec =
+            claim_spec(&prepared, &inventory(), &files, &common()).expect("run as root: makes device nodes");
+        let of = |index: usize| &spec.devices[index].container_edits;
+        assert_eq!(spec.devices[0].name, format!("0f-uid-{DEVICE_1G}"));
+        assert_eq!(device_id("0f-uid", DEVICE_1G), format!("kerf.dev/claim=0f-uid-{DEVICE_1G}"));
+        assert_eq!(
+            paths(of(0)),
+            ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap84", "/dev/nvidia-caps/nvidia-cap85"]
+        );
+        assert_eq!(
+            paths(of(1)),
+            ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap21", "/dev/nvidia-caps/nvidia-cap22"]
+        );
+        assert_eq!(paths(of(2)), ["/dev/nvidia1"]);
+        assert_eq!(of(0).env, ["KERF_DEVICE_A=MIG-9"]);
+        assert_eq!(of(1).env, ["KERF_DEVICE_A_1=MIG-2"], "the second device of the request");
+        assert_eq!(of(2).env, [format!("KERF_DEVICE_B_BIG={GPU1}")]);
+    }
+
+    #[test]
+    fn common_edits_void_the_images_wishes_and_leave_displays_out() {
+        let (_root, files) = driver();
+        let spec = claim_spec(&three_devices(), &inventory(), &files, &common()).expect("run as root");
+        let edits = &spec.container_edits;
+        assert_eq!(edits.env, ["NVIDIA_VISIBLE_DEVICES=void", "NVIDIA_CTK_LIBCUDA_DIR=/usr/lib"]);
+        assert_eq!(paths(edits), ["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]);
+        assert_eq!(edits.hooks, common().hooks);
+        assert_eq!(edits.mounts.len(), 2, "the library, and the word void");
+    }
+
+    #[test]
+    fn the_file_is_valid_cdi_and_carries_the_record() {
+        let (root, files) = driver();
+        let prepared = three_devices();
+        let spec = claim_spec(&prepared, &inventory(), &files, &common()).expect("run as root");
+        let store = CdiStore::new(root.path().join("cdi"));
+        store.write("0f-uid", &spec).unwrap();
+        let path = store.path("0f-uid");
+        assert!(path.ends_with("cdi/gpu.kerf.dev-claim_0f-uid.json"));
+        container_device_interface::schema::validate_builtin(&fs::read(&path).unwrap()).expect("the schema");
+        let read =
+            container_device_interface::spec::read_spec(&path, 0).expect("a CDI implementation reads it");
+        assert_eq!((read.get_vendor().as_str(), read.get_class().as_str()), (VENDOR, CLASS));
+        assert_eq!(read.get_devices().len(), 3);
+
+        fs::write(root.path().join("cdi/other.json"), "{}").unwrap();
+        let listed = store.list().unwrap();
+        assert_eq!(listed.len(), 1, "other vendors' files are not ours");
+        assert_eq!(listed[0].record, Some(prepared));
+        store.remove("0f-uid").unwrap();
+        store.remove("0f-uid").expect("idempotent");
+    }
+
+    #[test]
+    fn a_device_that_is_gone_is_named() {
+        let (_root, files) = driver();
+        let mut inventory = inventory();
+        inventory.gpus[0].instances.clear();
+        let error = claim_spec(&three_devices(), &inventory, &files, &common()).unwrap_err().to_string();
+        assert!(error.contains(DEVICE_1G) && error.contains("MIG-9"), "{error}");
+    }
+}

@@ -185,7 +185,7 @@ fn common_edits_of(output: &[u8]) -> Result<ContainerEdits, serde_json::Error> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::fs::PermissionsExt;
 
     use clap::Parser as _;
 

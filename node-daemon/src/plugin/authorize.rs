@@ -399,3 +399,6 @@ fn key_of(gpu: &str, instance: Option<&WantedInstance>) -> DeviceKey {
 pub(super) fn claim_name(claim: &ClaimReference) -> String {
     format!("{}/{}", claim.namespace, claim.name)
 }
+
+#[cfg(test)]
+mod tests;

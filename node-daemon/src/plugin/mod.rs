@@ -27,6 +27,8 @@ mod service;
 mod socket;
 #[cfg(test)]
 pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 
 pub use authorize::{PrepareError, authorize, confirm};
 pub use checkpoint::{Checkpoint, Recovered};

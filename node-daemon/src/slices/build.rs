@@ -189,7 +189,7 @@ mod tests {
         assert_eq!(attributes["profile"].string.as_deref(), Some("1g.10gb"));
         assert_eq!(attributes["driverVersion"].version.as_deref(), Some("580.95.5"));
         let capacity = devices[1].capacity.as_ref().unwrap();
-        assert_eq!(capacity["memory"].value.0, "10G");
+        assert_eq!(capacity["memory"].value.0, "9765625Ki");
         assert_eq!(capacity["multiprocessors"].value.0, "14");
         assert_eq!(devices[2].attributes.as_ref().unwrap()["type"].string.as_deref(), Some("gpu"));
     }
@@ -223,7 +223,8 @@ mod tests {
             (14, "14"),
             (1024, "1Ki"),
             (10 << 30, "10Gi"),
-            (10_000_000_000, "10G"),
+            (10_000_000_000, "9765625Ki"),
+            (42_000_000_001_000, "42000000001k"),
             (85_520_809_984, "83516416Ki"),
             (1_536, "1536"),
             (999_999, "999999"),
