@@ -180,7 +180,7 @@ fn what_only_kerf_can_know() {
             &["spec.mig.layout[0].profile", "its profiles are 1g.10gb, 2g.20gb, 3g.40gb, 7g.80gb"],
         ),
     ];
-    test(async |kerf| {
+    test(async move |kerf| {
         a100(kerf).await?;
         // The operator hears of the node a moment later.
         eventually(kerf_e2e::kerf::PATIENCE, "the operator knowing the model", || async {
