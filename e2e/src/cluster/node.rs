@@ -526,8 +526,6 @@ disabled_plugins = ["io.containerd.nri.v1.nri", "io.containerd.tracing.processor
   cdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]
   # Machines that are containers themselves refuse to lower it.
   restrict_oom_score_adj = true
-  # In /run/netns they would be visible, and stay, outside the node.
-  netns_mounts_under_state_dir = true
   [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
     runtime_type = "io.containerd.runc.v2"
     [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
