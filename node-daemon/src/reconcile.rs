@@ -141,7 +141,6 @@ fn name_gpus(found: &[(u32, String)], known: &BTreeMap<String, Identity>) -> Vec
 fn spawn_xid_thread(driver: Driver, xids: mpsc::Sender<Xid>) -> std::io::Result<()> {
     std::thread::Builder::new()
         .name("xids".into())
-        .stack_size(256 << 10)
         .spawn(move || watch_xids(&driver, |xid| xids.blocking_send(xid).is_ok()))
         .map(drop)
 }
