@@ -103,18 +103,23 @@ impl Kerf {
             operators: tokio::sync::Mutex::default(),
             started: AtomicU32::new(0),
         };
-        kerf.load_images().await?;
-        kerf.install().await?;
+        kerf.bring_up(&options).await.inspect_err(|_| kerf.cluster.keep_logs())?;
+        Ok(kerf)
+    }
+
+    async fn bring_up(&self, options: &KerfOptions) -> Result<()> {
+        self.load_images().await?;
+        self.install().await?;
         if options.operator {
-            kerf.start_operator("operator").await?;
+            self.start_operator("operator").await?;
         }
         for (name, gpus) in &options.nodes {
-            kerf.wait_reported(name, gpus.len()).await?;
+            self.wait_reported(name, gpus.len()).await?;
         }
         if options.operator {
-            kerf.wait_admission().await?;
+            self.wait_admission().await?;
         }
-        Ok(kerf)
+        Ok(())
     }
 
     async fn load_images(&self) -> Result<()> {
