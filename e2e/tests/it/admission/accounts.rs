@@ -117,7 +117,7 @@ fn rights_are_what_is_needed_and_no_more() {
 }
 
 /// The node daemon of a node, or with a token that is bound to none.
-async fn daemon(kerf: &Kerf, node: Option<&str>) -> Result<Client> {
+pub(super) async fn daemon(kerf: &Kerf, node: Option<&str>) -> Result<Client> {
     if let Some(node) = node {
         let nodes: Api<Node> = Api::all(kerf.client());
         if nodes.get_opt(node).await?.is_none() {

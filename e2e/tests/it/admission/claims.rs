@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::{has_all, kubectl, refused, test};
 
-fn claim(class: &str, tolerations: &Value) -> Value {
+pub(super) fn claim(class: &str, tolerations: &Value) -> Value {
     let request = json!({ "deviceClassName": class, "tolerations": tolerations });
     json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",

@@ -7,7 +7,7 @@ use kerf_e2e::install::deploy_dir;
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 
-use super::{has_all, test};
+use super::{has_all, kubectl, test};
 
 fn documents(yaml: &str) -> Result<Vec<Value>> {
     let parsed = serde_yaml_ng::Deserializer::from_str(yaml).map(Value::deserialize);
@@ -30,23 +30,17 @@ fn one_command_applies_every_file() {
         }
         let deploy = deploy_dir().display().to_string();
         let rendered = kerf.cluster.kubectl(&["kustomize", &deploy]).await?;
-        let rendered = documents(&rendered)?.len();
-        ensure!(rendered == shipped, "{shipped} objects in the files, {rendered} rendered");
-        // Not for real: this would put the webhook's Service back, which a cluster without a service network does not
-        // reach.
-        let applied = kerf.cluster.kubectl(&[
-            "apply",
-            "--server-side",
-            "--force-conflicts",
-            "--dry-run=server",
-            "-k",
-            &deploy,
-        ]);
-        has_all(
-            &applied.await?,
-            &["daemonset.apps/kerf-node-daemon", "deployment.apps/kerf-operator"],
-            &deploy,
-        )
+        let rendered = documents(&rendered)?;
+        ensure!(rendered.len() == shipped, "{shipped} objects in the files, {} rendered", rendered.len());
+        // Not for real, and without the webhooks: in this cluster they are reached by URL, and a merge would name both.
+        let (webhooks, others): (Vec<_>, Vec<_>) = rendered
+            .into_iter()
+            .partition(|object| object["kind"].as_str().is_some_and(|kind| kind.contains("Webhook")));
+        ensure!(webhooks.len() == 2, "{} webhook configurations", webhooks.len());
+        let list = json!({ "apiVersion": "v1", "kind": "List", "items": others });
+        let args = ["apply", "--server-side", "--force-conflicts", "--dry-run=server"];
+        let applied = kubectl(kerf, &args, &list).await?;
+        has_all(&applied, &["daemonset.apps/kerf-node-daemon", "deployment.apps/kerf-operator"], &deploy)
     });
 }
 
@@ -70,8 +64,10 @@ fn the_host_driver_component_changes_the_driver_root_alone() {
             let mut found =
                 all.into_iter().find(|object| object["kind"] == "DaemonSet").context("no DaemonSet")?;
             // What a patch names comes first; the order says nothing.
-            let env = &mut found["spec"]["template"]["spec"]["containers"][0]["env"];
-            env.as_array_mut().context("no env")?.sort_by_key(|variable| variable["name"].to_string());
+            for list in ["/spec/template/spec/containers/0/env", "/spec/template/spec/volumes"] {
+                let list = found.pointer_mut(list).and_then(Value::as_array_mut).context("no list")?;
+                list.sort_by_key(|entry| entry["name"].to_string());
+            }
             Ok(found)
         };
         let shipped = daemon_set(&kerf.cluster.kubectl(&["kustomize", &deploy]).await?)?;

@@ -12,9 +12,13 @@ mod policies;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use anyhow::{Context as _, Result, bail};
-use kerf_e2e::kerf::{Kerf, KerfOptions};
+use k8s_openapi::api::resource::v1::ResourceClaim;
+use kerf_crds::GpuNode;
+use kerf_e2e::kerf::{Kerf, KerfOptions, PATIENCE};
 use kerf_e2e::shared::runtime;
-use serde_json::Value;
+use kerf_e2e::{Seen, eventually};
+use kube::api::{Api, PostParams};
+use serde_json::{Value, json};
 use tokio::sync::OnceCell;
 
 static KERF: OnceCell<Kerf> = OnceCell::const_new();
@@ -25,15 +29,35 @@ where
     F: FnOnce(&'static Kerf) -> Fut + Send + 'static,
     Fut: Future<Output = Result<()>> + Send,
 {
-    let outcome = runtime().block_on(runtime().spawn(async move {
-        test(KERF.get_or_try_init(|| Kerf::start(KerfOptions::nodes(&[]))).await?).await
-    }));
+    let outcome =
+        runtime().block_on(runtime().spawn(async move { test(KERF.get_or_try_init(start).await?).await }));
     match outcome {
         Ok(Ok(())) => {}
         Ok(Err(error)) => panic!("{error:#}"),
         Err(ended) if ended.is_panic() => std::panic::resume_unwind(ended.into_panic()),
         Err(ended) => panic!("the test was cancelled: {ended}"),
     }
+}
+
+/// Starts Kerf, and waits until the API server acts on its admission policies: it does a moment after they are there.
+async fn start() -> Result<Kerf> {
+    let kerf = Kerf::start(KerfOptions::nodes(&[])).await?;
+    let dry_run = PostParams { dry_run: true, ..PostParams::default() };
+    let claim: ResourceClaim =
+        serde_json::from_value(claims::claim("any.example", &json!([{ "operator": "Exists" }])))?;
+    let claims: Api<ResourceClaim> = Api::namespaced(kerf.client(), "default");
+    let gpu_nodes: Api<GpuNode> = Api::all(accounts::daemon(&kerf, None).await?);
+    let gpu_node = GpuNode::new("probe", Default::default());
+    eventually(PATIENCE, "the admission policies in force", || async {
+        let claim = claims.create(&dry_run, &claim).await.map(|_| "a claim");
+        let node = gpu_nodes.create(&dry_run, &gpu_node).await.map(|_| "a GpuNode");
+        Ok(match claim.or(node) {
+            Ok(admitted) => Seen::not_yet(format!("{admitted} was admitted")),
+            Err(_) => Seen::Yes(()),
+        })
+    })
+    .await?;
+    Ok(kerf)
 }
 
 /// Has kubectl do something with a manifest: `kubectl <args> -f <manifest>`. Returns its output.
