@@ -226,7 +226,7 @@ fn needs(spec: &PodSpec) -> PodNeeds {
                             .collect()
                     })
                     // A term without requirements matches nothing.
-                    .filter(|term: &Vec<NodeRequirement>| !term.is_empty())
+                    .map(|term: Vec<NodeRequirement>| if term.is_empty() { vec![nowhere()] } else { term })
                     .collect()
             })
             .unwrap_or_default(),
@@ -242,6 +242,11 @@ fn needs(spec: &PodSpec) -> PodNeeds {
             })
             .collect(),
     }
+}
+
+/// A requirement that no node meets.
+fn nowhere() -> NodeRequirement {
+    NodeRequirement { key: NodeRequirement::NAME.into(), operator: Operator::In, values: Vec::new() }
 }
 
 /// What a pod takes of its node, as kube-scheduler counts it (`k8s.io/component-helpers/resource.PodRequests`): app

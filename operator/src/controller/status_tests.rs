@@ -53,7 +53,7 @@ fn nothing_is_written_when_nothing_changed() {
 #[test]
 fn every_reason_for_not_being_ready_is_named() {
     let reason = |mut world: World, problems: Problems| {
-        if world.gpu_nodes.len() > 0 {
+        if !world.gpu_nodes.is_empty() {
             told(&mut world);
         }
         let status = said(&world, &problems);

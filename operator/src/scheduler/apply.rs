@@ -87,6 +87,9 @@ impl Writer {
             Job::Node(write) => self.node(write).await,
             Job::Placement(key) => self.drive(key).await,
             Job::Ungate(pod) => {
+                let message = "its claims, which it shares with other pods, are allocated".to_owned();
+                let sentence = Sentence { planned: true, reason: pod_reason::ALLOCATED, message };
+                self.tell(pod, &sentence, None).await;
                 if let Err(error) = self.ungate(pod).await {
                     self.failed(&pod.uid, "remove the gate", &error);
                 }

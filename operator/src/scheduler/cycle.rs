@@ -43,7 +43,7 @@ pub struct Decision {
     /// Nodes whose spec changes, and the placements that the change makes.
     pub specs: Vec<NodeWrite>,
     /// Placements whose next step is a write to something else.
-    pub drive: Vec<Key>,
+    pub drive: BTreeSet<Key>,
     /// Pods whose claims are all allocated, with others before them, and that still have Kerf's gate.
     pub ungate: Vec<Arc<PodInfo>>,
     /// Pods whose claim a quota refused a while ago.
@@ -88,7 +88,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
 
     // 2. Join.
     let keys = placements::all(world);
-    let extra = placements::duplicates(world, &keys);
+    memory.set_superseded(placements::superseded(world, &keys));
     let mut troubled: Vec<(Key, Arc<PodInfo>)> = Vec::new();
     let mut placed: BTreeSet<String> = BTreeSet::new();
     let mut lost: BTreeSet<String> = BTreeSet::new();
@@ -102,14 +102,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
         if !seen.devices.is_empty() && waiting {
             placed.insert(key.pod_uid.clone());
         }
-        if extra.contains(key) {
-            // A second record of one claim can only come of two writers; nothing was allocated for it.
-            if seen.observed.entry.as_ref().is_some_and(|entry| !entry.in_use) {
-                changes.removed.entry(key.node.clone()).or_default().push(key.clone());
-            }
-            continue;
-        }
-        if waiting && !seen.devices.is_empty() && !seen.observed.withdraw {
+        if waiting && !seen.devices.is_empty() && !seen.observed.withdraw && !seen.observed.superseded {
             match trouble(&board, &seen, key) {
                 Some(Trouble::Hopeless) => {
                     memory.withdraw(key, now);
@@ -135,10 +128,15 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
                     changes.added.entry(key.node.clone()).or_default().extend(entries);
                 }
             }
-            _ if memory.may_try(&key.pod_uid, now) => decision.drive.push(key.clone()),
+            _ if memory.may_try(&key.pod_uid, now) => {
+                decision.drive.insert(key.clone());
+            }
             _ => {}
         }
-        if waiting && let Some(pod) = &seen.pod {
+        if waiting
+            && !seen.observed.superseded
+            && let Some(pod) = &seen.pod
+        {
             let sentence = tell::of_placement(&seen, step, memory.trouble(&pod.uid));
             decision.sentences.extend(sentence.map(|sentence| (Arc::clone(pod), sentence)));
         }
@@ -149,7 +147,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     for key in keys.iter().filter(|key| placed.contains(&key.pod_uid) && !memory.withdraws(key)) {
         if leaving.contains(key.pod_uid.as_str()) {
             memory.withdraw(key, now);
-            decision.drive.push(key.clone());
+            decision.drive.insert(key.clone());
         }
     }
     for pod in placements::stranded(world) {
@@ -184,7 +182,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     }
     for key in elsewhere(world, &board, selectors, &memo, &troubled) {
         memory.withdraw(&key, now);
-        decision.drive.push(key);
+        decision.drive.insert(key);
     }
 
     // 4. Compose.

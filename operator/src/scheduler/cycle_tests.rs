@@ -156,7 +156,7 @@ fn a_failed_gpu_is_left_even_if_there_is_no_other() {
         "n0",
     );
     let decision = decide_now(&world, &memory);
-    assert!(memory.withdraws(&decision.drive[0]));
+    assert!(memory.withdraws(decision.drive.first().unwrap()));
 }
 
 #[test]

@@ -29,6 +29,7 @@ struct Inner {
     pods: HashMap<String, PodMemory>,
     withdrawing: HashSet<Key>,
     read_live: HashSet<Key>,
+    superseded: HashSet<Key>,
     /// UIDs of claims that this process has allocated.
     allocated: HashSet<String>,
 }
@@ -84,6 +85,16 @@ impl Memory {
         let mut inner = self.lock();
         inner.withdrawing.remove(key);
         inner.read_live.remove(key);
+    }
+
+    /// Notes the records that do not count beside another of the same claim.
+    pub fn set_superseded(&self, keys: HashSet<Key>) {
+        self.lock().superseded = keys;
+    }
+
+    /// See [`Memory::set_superseded`].
+    pub fn superseded(&self, key: &Key) -> bool {
+        self.lock().superseded.contains(key)
     }
 
     /// Whether the pod may be moved now.

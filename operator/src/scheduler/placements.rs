@@ -1,6 +1,6 @@
 //! The join of commit records with claims, pods and reports: what [`kerf_planner::protocol::next`] is asked.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::sync::Arc;
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
@@ -49,8 +49,8 @@ pub fn all(world: &World) -> BTreeSet<Key> {
         if recorded.contains(&(node.clone(), namespace.clone(), name.clone())) {
             continue;
         }
-        let reserved = claim.status.iter().filter_map(|status| status.reserved_for.as_ref()).flatten();
-        let consumer = reserved.filter(|consumer| consumer.resource == "pods").next();
+        let mut reserved = claim.status.iter().filter_map(|status| status.reserved_for.as_ref()).flatten();
+        let consumer = reserved.find(|consumer| consumer.resource == "pods");
         keys.insert(Key {
             node,
             namespace,
@@ -114,6 +114,8 @@ pub fn look(world: &World, memory: &Memory, key: &Key) -> Seen {
         withdraw: memory.withdraws(key),
         hold: memory.holds(&key.pod_uid),
         pod_read_live: memory.read_live(key),
+        superseded: memory.superseded(key),
+        place_taken: devices.is_empty() && place_taken(node.as_deref(), claim.as_deref(), key),
     };
     Seen { observed, pod, claim, node, devices }
 }
@@ -192,7 +194,7 @@ fn claim_state(
     if matches!(pod_state, protocol::Pod::Gone | protocol::Pod::Done) && !(reserved_for_us || as_planned) {
         return protocol::Claim::Absent;
     }
-    protocol::Claim::Allocated { as_planned, held }
+    protocol::Claim::Allocated { as_planned, held, deleting: claim.metadata.deletion_timestamp.is_some() }
 }
 
 /// Whether the device exists, is healthy and free for the claim.
@@ -264,30 +266,55 @@ pub fn stranded(world: &World) -> Vec<Arc<PodInfo>> {
         .collect()
 }
 
-/// Records that must go because the same claim of the same pod is on record on another node too: the one that the
-/// allocation is on stays, else the first.
-pub fn duplicates(world: &World, keys: &BTreeSet<Key>) -> BTreeSet<Key> {
+/// Records that must go because the same claim of the same pod is on record on another node too, which can only come of
+/// two writers: [`protocol::counts`] says which stays.
+pub fn superseded(world: &World, keys: &BTreeSet<Key>) -> HashSet<Key> {
     let mut by_claim: BTreeMap<(&str, &str, &str), Vec<&Key>> = BTreeMap::new();
     for key in keys {
         by_claim.entry((&key.namespace, &key.claim, &key.pod_uid)).or_default().push(key);
     }
-    let mut extra = BTreeSet::new();
-    for ((namespace, name, _), keys) in by_claim {
+    let mut gone = HashSet::new();
+    for ((namespace, name, uid), keys) in by_claim {
         if keys.len() < 2 {
             continue;
         }
-        let allocated = world
-            .claim(namespace, name)
-            .and_then(|claim| claims::allocation(claim))
-            .and_then(claims::node_of);
-        let stays = keys
-            .iter()
-            .find(|key| Some(&key.node) == allocated.as_ref())
-            .or(keys.first())
-            .map(|key| key.node.clone());
-        extra.extend(keys.into_iter().filter(|key| Some(&key.node) != stays.as_ref()).cloned());
+        type Place = (String, BTreeSet<(String, String)>);
+        let place = |key: &Key| -> Option<(String, Place)> {
+            let node = world.gpu_nodes.get(&key.node)?;
+            let devices = devices_of(node, key);
+            let there = claims::expected(node, &devices).filter(|_| !devices.is_empty())?;
+            Some((key.node.clone(), (key.node.clone(), there)))
+        };
+        let (keys, entries): (Vec<&Key>, Vec<(String, Place)>) =
+            keys.into_iter().filter_map(|key| Some((key, place(key)?))).unzip();
+        let bound =
+            keys.first().and_then(|key| world.pod(namespace, &key.pod, uid)).and_then(|pod| pod.node.clone());
+        let allocated = world.claim(namespace, name).and_then(|claim| {
+            let allocation = claims::allocation(claim)?;
+            let there = claims::results(allocation).map(|r| (r.request.clone(), r.device.clone())).collect();
+            Some((claims::node_of(allocation)?, there))
+        });
+        let stays = protocol::counts(&entries, bound.as_ref(), allocated.as_ref());
+        gone.extend(
+            keys.into_iter()
+                .enumerate()
+                .filter(|(index, _)| Some(*index) != stays)
+                .map(|(_, key)| key.clone()),
+        );
     }
-    extra
+    gone
+}
+
+/// Whether some device of an allocation without a record is another's by now.
+fn place_taken(node: Option<&GpuNode>, claim: Option<&ResourceClaim>, key: &Key) -> bool {
+    let (Some(node), Some(claim)) = (node, claim) else { return false };
+    let Some(devices) = restore(node, claim, key) else { return false };
+    let others = node.spec.partitions.iter().filter(|partition| !matches!(partition.owner, Owner::Policy(_)));
+    others.into_iter().any(|other| {
+        devices
+            .iter()
+            .any(|device| device.gpu == other.gpu && crate::controller::desired::collide(device, other))
+    })
 }
 
 /// The entries that an allocation without a record stands for.

@@ -66,7 +66,7 @@ fn observed(world: &World) -> Observed {
 fn a_claim_is_ours_by_its_owner_and_planned_by_its_devices() {
     assert_eq!(observed(&placed(|_, _| None)).claim, Claim::Absent);
     assert_eq!(observed(&placed(|_, pod| Some(made(pod)))).claim, Claim::Unallocated);
-    let as_planned = |held| Claim::Allocated { as_planned: true, held };
+    let as_planned = |held| Claim::Allocated { as_planned: true, held, deleting: false };
     assert_eq!(observed(&placed(|world, pod| Some(allocated(world, pod, false)))).claim, as_planned(false));
     assert_eq!(observed(&placed(|world, pod| Some(allocated(world, pod, true)))).claim, as_planned(true));
     let stolen = placed(|_, pod| {
@@ -82,7 +82,10 @@ fn a_claim_is_ours_by_its_owner_and_planned_by_its_devices() {
         devices.results.as_mut().unwrap()[0].device = "gpu-0-mig-9-0".into();
         Some(claim)
     });
-    assert_eq!(observed(&elsewhere).claim, Claim::Allocated { as_planned: false, held: false });
+    assert_eq!(
+        observed(&elsewhere).claim,
+        Claim::Allocated { as_planned: false, held: false, deleting: false }
+    );
 }
 
 #[test]
@@ -143,13 +146,13 @@ fn of_two_records_of_one_claim_the_allocated_one_stays() {
         world.replace_gpu_node(|node| node.spec.partitions = vec![partition()], name);
     }
     let keys = all(&world);
-    assert_eq!(duplicates(&world, &keys).iter().map(|key| key.node.as_str()).collect::<Vec<_>>(), ["n1"]);
+    assert_eq!(superseded(&world, &keys).iter().map(|key| key.node.as_str()).collect::<Vec<_>>(), ["n1"]);
     let mut claim = made(&pod);
     let node = world.gpu_nodes.get("n1").unwrap();
     claim.status.get_or_insert_default().allocation =
         claims::allocate(&made(&pod), node, &[partition()], "2026-01-01T00:00:00Z".parse().unwrap());
     world.claims.watch_applied(claim);
-    assert_eq!(duplicates(&world, &keys).iter().map(|key| key.node.as_str()).collect::<Vec<_>>(), ["n0"]);
+    assert_eq!(superseded(&world, &keys).iter().map(|key| key.node.as_str()).collect::<Vec<_>>(), ["n0"]);
 }
 
 #[test]

@@ -228,6 +228,9 @@ struct Ask<'a> {
     capacity: Option<&'a CapacityRequirements>,
 }
 
+/// What the selectors say of a GPU: profiles by geometry, and whether the whole of it will do.
+type Answer = (BTreeMap<usize, BTreeSet<usize>>, bool);
+
 /// GPUs for which a selector that reads no individual attribute has one answer.
 #[derive(PartialEq, Eq, Hash)]
 struct Kind<'a> {
@@ -343,8 +346,7 @@ impl Reader<'_> {
         };
         let filter = Filter::new(self.selectors, class, ask)?;
         // Per answer of the selectors: the GPUs for which it is that.
-        let mut groups: BTreeMap<(BTreeMap<usize, BTreeSet<usize>>, bool), BTreeSet<(usize, usize)>> =
-            BTreeMap::new();
+        let mut groups: BTreeMap<Answer, BTreeSet<(usize, usize)>> = BTreeMap::new();
         let mut kinds: HashMap<Kind<'_>, (bool, BTreeSet<usize>)> = HashMap::new();
         let mut total = 0;
         for (node_index, node) in self.board.snapshot.nodes.iter().enumerate() {

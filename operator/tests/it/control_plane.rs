@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{Node, Pod, ResourceQuota};
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
 use kerf_crds::{GpuNode, PartitionPolicy, names};
-use kerf_e2e::{Seen, eventually};
-use kube::api::DeleteParams;
+use kerf_e2e::{Component, Seen, eventually};
+use kube::api::{DeleteParams, Patch, PatchParams};
 use kube::{Api, Client};
 use serde_json::{Value, json};
 
@@ -139,4 +139,145 @@ fn pods_are_allocated_ahead_bound_and_their_places_come_back() -> Result<()> {
         operator.stop().await?;
         cluster.end()
     })
+}
+
+/// A pod that refers to a claim of its user; it has no gate.
+fn claiming(name: &str, claim: &str, cpu: &str) -> Value {
+    json!({
+        "metadata": {"name": name},
+        "spec": {
+            "resourceClaims": [{"name": "gpu", "resourceClaimName": claim}],
+            "containers": [{"name": "main", "image": "none", "resources": {
+                "requests": {"cpu": cpu}, "claims": [{"name": "gpu"}],
+            }}],
+        },
+    })
+}
+
+fn claim(name: &str, profile: &str) -> Value {
+    json!({"metadata": {"name": name}, "spec": {"devices": {"requests": [
+        {"name": "mig", "exactly": {"deviceClassName": "mig.kerf.dev", "selectors": [
+            {"cel": {"expression": format!("device.attributes['gpu.kerf.dev'].profile == '{profile}'")}},
+        ]}},
+    ]}}})
+}
+
+async fn delete_pod(client: &Client, name: &str) -> Result<()> {
+    let parameters = DeleteParams { grace_period_seconds: Some(0), ..DeleteParams::default() };
+    pods(client).delete(name, &parameters).await?;
+    Ok(())
+}
+
+async fn set_cordon(client: &Client, node: &str, cordoned: bool) -> Result<()> {
+    let nodes: Api<Node> = Api::all(client.clone());
+    let patch = json!({"spec": {"unschedulable": cordoned}});
+    nodes.patch(node, &PatchParams::default(), &Patch::Merge(&patch)).await?;
+    Ok(())
+}
+
+/// Where a claim is allocated.
+async fn pool(client: &Client, claim: &str) -> Result<Option<String>> {
+    let claims: Api<ResourceClaim> = Api::namespaced(client.clone(), "default");
+    let status = claims.get(claim).await?.status;
+    let devices = status.and_then(|status| status.allocation).and_then(|allocation| allocation.devices);
+    Ok(devices
+        .and_then(|devices| devices.results)
+        .and_then(|mut results| results.pop())
+        .map(|result| result.pool))
+}
+
+#[test]
+fn claims_of_users_quotas_and_places_that_do_not_work_out() -> Result<()> {
+    kerf_e2e::shared::runtime().block_on(async {
+        let cluster = control_plane().await?;
+        let client = cluster.client();
+        node(&client, "n1", "4").await?;
+        let _n1 = Daemon::start(&client, "n1", 1, true).await?;
+        dynamic_policy(&client, json!({"mode": "Dynamic"})).await?;
+        // Two operators: one decides.
+        let first = Operator::start(&client, "first", cluster.free_port()?)?;
+        let second = Operator::start(&client, "second", cluster.free_port()?)?;
+
+        // A user's claim, in use by two pods one after the other, both without a gate.
+        let claims: Api<ResourceClaim> = Api::namespaced(client.clone(), "default");
+        create(&claims, claim("shared", "2g.20gb")).await?;
+        create(&pods(&client), claiming("u1", "shared", "100m")).await?;
+        bound(&client, "u1").await?;
+        create(&pods(&client), claiming("u2", "shared", "100m")).await?;
+        bound(&client, "u2").await?;
+        assert_eq!(partitions(&client, "n1").await?, 1);
+        delete_pod(&client, "u1").await?;
+        delete_pod(&client, "u2").await?;
+        eventually(SOON, "the shared claim's place is free", || async {
+            Ok(if partitions(&client, "n1").await? == 0 { Seen::Yes(()) } else { Seen::not_yet("on record") })
+        })
+        .await?;
+        create(&pods(&client), claiming("u3", "shared", "100m")).await?;
+        bound(&client, "u3").await?;
+        delete_pod(&client, "u3").await?;
+
+        // A quota on the extended resource counts the operator's claims.
+        let quotas: Api<ResourceQuota> = Api::namespaced(client.clone(), "default");
+        let hard = json!({"requests.nvidia.com/mig-1g.10gb": "1"});
+        create(&quotas, json!({"metadata": {"name": "q"}, "spec": {"hard": hard}})).await?;
+        eventually(SOON, "the quota is counted", || async {
+            let status = quotas.get("q").await?.status.and_then(|status| status.used);
+            Ok(status.map_or_else(|| Seen::not_yet("not yet"), Seen::Yes))
+        })
+        .await?;
+        create(&pods(&client), gated("within", "nvidia.com/mig-1g.10gb", "100m")).await?;
+        bound(&client, "within").await?;
+        create(&pods(&client), gated("beyond", "nvidia.com/mig-1g.10gb", "100m")).await?;
+        let message = condition(&client, "beyond", "QuotaExceeded").await?;
+        assert!(message.contains("exceeded quota"), "{message}");
+        delete_pod(&client, "within").await?;
+        bound(&client, "beyond").await?;
+        delete_pod(&client, "beyond").await?;
+
+        // No CPU anywhere; then a node that has some.
+        create(&pods(&client), gated("thirsty", "nvidia.com/mig-3g.40gb", "6")).await?;
+        condition(&client, "thirsty", "NodesDoNotFit").await?;
+        node(&client, "n2", "8").await?;
+        let _n2 = Daemon::start(&client, "n2", 1, true).await?;
+        assert_eq!(bound(&client, "thirsty").await?, "n2");
+        delete_pod(&client, "thirsty").await?;
+
+        // A place on a node that is cordoned before kube-scheduler binds: another is found.
+        create(&pods(&client), with_gate(gated("moved", "nvidia.com/mig-3g.40gb", "100m"))).await?;
+        condition(&client, "moved", "OtherGates").await?;
+        cluster.stop(Component::Scheduler).await?;
+        remove_other_gate(&client, "moved").await?;
+        condition(&client, "moved", "Allocated").await?;
+        let home = pool(&client, "claim-of-moved").await?.unwrap_or_default();
+        set_cordon(&client, &home, true).await?;
+        eventually(SOON, "the claim is allocated elsewhere", || async {
+            Ok(match pool(&client, "claim-of-moved").await? {
+                Some(pool) if pool != home => Seen::Yes(()),
+                other => Seen::not_yet(format!("{other:?}")),
+            })
+        })
+        .await?;
+        cluster.start_component(Component::Scheduler).await?;
+        assert_ne!(bound(&client, "moved").await?, home);
+        set_cordon(&client, &home, false).await?;
+
+        first.stop().await?;
+        create(&pods(&client), gated("after", "nvidia.com/mig-1g.10gb", "100m")).await?;
+        bound(&client, "after").await?;
+        second.stop().await?;
+        cluster.end()
+    })
+}
+
+fn with_gate(mut pod: Value) -> Value {
+    pod["spec"]["schedulingGates"] = json!([{"name": "example.com/later"}, {"name": names::GATE}]);
+    pod
+}
+
+async fn remove_other_gate(client: &Client, name: &str) -> Result<()> {
+    let patch = json!({"spec": {"schedulingGates": [
+        {"name": "example.com/later", "$patch": "delete"},
+    ]}});
+    pods(client).patch(name, &PatchParams::default(), &Patch::Strategic(&patch)).await?;
+    Ok(())
 }

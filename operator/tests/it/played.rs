@@ -11,7 +11,7 @@ use kerf_crds::gpu_node::{
 };
 use kerf_crds::{GpuNode, GpuNodeSpec, PartitionPolicy};
 use kerf_e2e::install::{Overlay, apply_path, deploy_dir};
-use kerf_e2e::{Cluster, ClusterOptions};
+use kerf_e2e::{Cluster, ClusterOptions, ControlPlaneOptions};
 use kerf_operator::config::Config;
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::{Api, Client};
@@ -21,7 +21,11 @@ use tokio::task::JoinHandle;
 
 /// A control plane without kubelets, with Kerf's API in it.
 pub async fn control_plane() -> Result<Cluster> {
-    let cluster = Cluster::start(ClusterOptions { nodes: Vec::new(), ..ClusterOptions::default() }).await?;
+    // Nobody sends heartbeats for the nodes.
+    let patient = ("kube-controller-manager".to_owned(), "--node-monitor-grace-period=1h".to_owned());
+    let control_plane = ControlPlaneOptions { extra_args: vec![patient], ..ControlPlaneOptions::default() };
+    let options = ClusterOptions { nodes: Vec::new(), control_plane, ..ClusterOptions::default() };
+    let cluster = Cluster::start(options).await?;
     let client = cluster.client();
     apply_path(&client, &deploy_dir().join("crds"), &Overlay::default()).await?;
     create(&Api::<Namespace>::all(client.clone()), json!({"metadata": {"name": "kerf-system"}})).await?;
@@ -89,7 +93,6 @@ pub fn a100() -> Geometry {
 
 /// A node with GPUs whose daemon is played. Dropping it ends the daemon.
 pub struct Daemon {
-    pub name: String,
     task: JoinHandle<()>,
 }
 
@@ -146,7 +149,7 @@ impl Daemon {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         });
-        Ok(Self { name: name.to_owned(), task })
+        Ok(Self { task })
     }
 }
 
