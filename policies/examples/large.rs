@@ -40,7 +40,8 @@ fn main() {
     let node = |n: usize| Node {
         name: format!("node-{n:05}"),
         ready: true,
-        taints: (n % 10 == 0)
+        taints: n
+            .is_multiple_of(10)
             .then(|| Taint { key: "team".into(), value: "x".into(), effect: "NoSchedule".into() })
             .into_iter()
             .collect(),
@@ -70,12 +71,16 @@ fn main() {
     };
     let request = |i: usize| Request {
         id: format!("ns/pod-{i}"),
-        devices: (0..1 + usize::from(i % 20 == 0))
+        devices: (0..1 + usize::from(i.is_multiple_of(20)))
             .map(|d| DeviceNeed { name: format!("gpu{d}"), alternatives: vec![want(i + d)] })
             .collect(),
         pod: PodNeeds {
             milli: [("cpu".to_owned(), 1000 + (i % 7) as i128), ("pods".to_owned(), 1000)].into(),
-            node_selector: (i % 4 == 0).then(|| ("zone".to_owned(), "a".to_owned())).into_iter().collect(),
+            node_selector: i
+                .is_multiple_of(4)
+                .then(|| ("zone".to_owned(), "a".to_owned()))
+                .into_iter()
+                .collect(),
             ..PodNeeds::default()
         },
         ..Request::default()

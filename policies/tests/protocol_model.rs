@@ -215,6 +215,9 @@ fn every_safeguard_is_needed() {
     // Two leaders give one place to two pods, and one of them runs already.
     assert_eq!(without::<2, 1, 2>(Missing::Nothing, GOOD, CALM), [""; 0]);
     assert_eq!(without::<2, 1, 2>(Missing::Preconditions, GOOD, CALM), ["on record"]);
+    // Two leaders make two entries for one pod: each undoes the other's allocation, or evicts the pod where it runs.
+    assert!(circle::<1, 2, 2>(&GOOD, CALM).is_none());
+    assert!(circle::<1, 2, 2>(&Rules { missing: Missing::Counting, ..GOOD }, CALM).is_some());
     // A pod waits for ever on a node where its place is not.
     assert_eq!(without::<1, 2, 1>(Missing::Eviction, GOOD, Budget { cordons: 1, ..CALM }), ["rest"]);
 }

@@ -228,6 +228,8 @@ pub enum Missing {
     HoldRelease,
     /// Writes have no preconditions.
     Preconditions,
+    /// Two entries of one pod are each taken for the one that counts.
+    Counting,
     /// A pod bound away from its allocation is left there.
     Eviction,
 }
@@ -394,7 +396,9 @@ impl<const P: usize, const S: usize, const O: usize> World<P, S, O> {
             hold: rules.hold_at_once || self.thrown[pod],
             pod_read_live: self.operators[operator].read & bit(pod) != 0
                 || rules.missing == Missing::LiveRead,
-            superseded: has_entry && counts.is_some_and(|index| entries[index].1 != place),
+            superseded: rules.missing != Missing::Counting
+                && has_entry
+                && counts.is_some_and(|index| entries[index].1 != place),
             place_taken: !has_entry && seen.spec[place].is_some(),
         }
     }
