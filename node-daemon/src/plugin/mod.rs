@@ -1,8 +1,8 @@
 //! kubelet's DRA plugin: makes the claims of a pod ready before its containers start, and takes them back after.
 //!
 //! ```text
-//!  kubelet ─▶ <registry>/gpu.kerf.dev-reg.sock ─▶ registration
-//!          ─▶ <plugins>/gpu.kerf.dev/dra.sock ──▶ service ─▶ prepare ─▶ authorize (pure) ─▶ prepared ─▶ checkpoint ─▶ CDI
+//!  kubelet ─▶ <registry>/kerf@gpu.kerf.dev-reg.sock ─▶ registration
+//!          ─▶ <plugins>/gpu.kerf.dev/dra.sock ───────▶ service ─▶ prepare ─▶ authorize (pure) ─▶ prepared ─▶ checkpoint ─▶ CDI
 //!                                                    │                   claim ▲ API, spec ▲, inventory ▲
 //!                                                    └───▶ health ◀── inventory
 //! ```

@@ -20,7 +20,7 @@ use crate::prepared::{Prepared, PreparedDevice, Refused};
 /// to 85 s later; so waiting costs less than failing, up to just below its limit.
 pub const PATIENCE: Duration = Duration::from_secs(40);
 
-/// The claim is read again this often while it is waited for: there is no watch on claims.
+/// The claim is read again this often while it is the claim that has to change: there is no watch on claims.
 const CLAIM_REREAD: Duration = Duration::from_secs(2);
 
 /// First pause after the API server failed to answer; doubled up to [`CLAIM_REREAD`].
@@ -55,6 +55,17 @@ impl Failure {
             Self::Nodes(_) | Self::Toolkit(_) | Self::Read { .. } => true,
             Self::Io(_) | Self::NotAUid(_) => false,
         }
+    }
+
+    /// Whether a change of the claim can make it right.
+    fn may_pass_by_the_claim(&self) -> bool {
+        use PrepareError as E;
+        matches!(
+            self,
+            Self::Refused(
+                E::NotAllocated(_) | E::NotPlanned { .. } | E::OtherDevice { .. } | E::OtherPod { .. }
+            )
+        )
     }
 }
 
@@ -108,7 +119,11 @@ impl Preparer {
                 Ok(()) = spec.changed() => {}
                 Ok(()) = inventory.changed() => {}
                 Ok(()) = prepared.changed() => {}
-                () = sleep_until(reread.min(deadline)) => claim = None,
+                () = sleep_until(reread.min(deadline)) => {
+                    if failure.may_pass_by_the_claim() {
+                        claim = None;
+                    }
+                }
             }
         }
     }

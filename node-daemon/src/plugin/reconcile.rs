@@ -116,6 +116,10 @@ impl Preparer {
                 if driver != seen.driver_version {
                     done.clear();
                     driver.clone_from(&seen.driver_version);
+                    // Known before the first pod comes, which then does not wait for it.
+                    if let Err(error) = self.toolkit.common_edits(&driver).await {
+                        tracing::warn!("the driver's libraries are not known yet: {error}");
+                    }
                 }
                 let known = self.state.prepared.snapshot();
                 done.retain(|uid| known.contains_key(uid));

@@ -24,6 +24,13 @@ use crate::cdi::{CdiStore, DriverFiles, Toolkit};
 use crate::config::Config;
 use crate::node::NodeState;
 
+/// Name of the registration socket; kubelet takes any.
+///
+/// The `@` is needed: kubelet's gRPC client sends the socket's whole path, percent-encoded, as the request's authority,
+/// and the HTTP library below tonic refuses percent signs in an authority anywhere but in front of an `@`. (The service
+/// socket is dialled by `unix:`, for which the authority is `localhost`.)
+pub(super) const REGISTRATION_SOCKET: &str = "kerf@gpu.kerf.dev-reg.sock";
+
 /// kubelet's DRA plugin of this node.
 pub struct Plugin {
     preparer: Preparer,
@@ -53,7 +60,7 @@ impl Plugin {
             },
             patience: PATIENCE,
             service_socket: config.kubelet_plugins_dir.join(DRIVER).join("dra.sock"),
-            registration_socket: config.kubelet_registry_dir.join(format!("{DRIVER}-reg.sock")),
+            registration_socket: config.kubelet_registry_dir.join(REGISTRATION_SOCKET),
         }
     }
 
@@ -101,4 +108,20 @@ async fn upkeep(preparer: Preparer) {
         }
     };
     tokio::join!(orphans, preparer.keep_specs(), preparer.release_stale());
+}
+
+#[cfg(test)]
+mod tests {
+    use tonic::codegen::http::uri::Authority;
+
+    use super::*;
+
+    #[test]
+    fn the_authority_that_kubelet_sends_is_one() {
+        // As grpc-go 1.83 encodes the target of a connection that has no scheme.
+        let sent = |name: &str| format!("%2Fvar%2Flib%2Fkubelet%2Fplugins_registry%2F{name}");
+        assert!(sent(REGISTRATION_SOCKET).parse::<Authority>().is_ok());
+        assert!(REGISTRATION_SOCKET.ends_with(&format!("{DRIVER}-reg.sock")));
+        assert!(sent("gpu.kerf.dev-reg.sock").parse::<Authority>().is_err(), "the usual name will do now");
+    }
 }

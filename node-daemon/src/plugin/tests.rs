@@ -182,7 +182,7 @@ async fn a_claim_lives_from_prepare_to_unprepare() {
     node.ready();
     let mut kubelet = node.start("boot-1", PATIENT).await;
 
-    let registry = connect(&node.config.kubelet_registry_dir.join("gpu.kerf.dev-reg.sock")).await;
+    let registry = connect(&node.config.kubelet_registry_dir.join(super::server::REGISTRATION_SOCKET)).await;
     let info = RegistrationClient::new(registry).get_info(InfoRequest {}).await.unwrap().into_inner();
     assert_eq!((info.r#type.as_str(), info.name.as_str()), ("DRAPlugin", "gpu.kerf.dev"));
     assert_eq!(info.supported_versions, ["v1.DRAPlugin", "v1.DRAResourceHealth"]);
