@@ -8,7 +8,7 @@ use k8s_openapi::api::core::v1::{Namespace, Pod};
 use kerf_crds::names;
 use kerf_e2e::kerf::Kerf;
 use kerf_e2e::{Seen, eventually};
-use kube::api::{Api, DeleteParams, ListParams, ObjectMeta, PostParams};
+use kube::api::{Api, DeleteParams, ListParams, ObjectMeta, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 
 use super::{has_all, kubectl, refused, test};
@@ -197,14 +197,13 @@ fn what_can_never_run_is_refused_with_the_remedy() {
         }
         // An ephemeral container gets no device, also of a pod that has some: the API server says so.
         kubectl(kerf, &["create"], &mig_pod(&namespace, "good")).await?;
-        let mut debugged = stored(kerf, &namespace, "good").await?;
-        debugged["spec"]["ephemeralContainers"] = json!([{
+        let debugged = json!({ "spec": { "ephemeralContainers": [{
             "name": "debug", "image": "example/gpu:1",
             "resources": { "limits": { "nvidia.com/mig-1g.10gb": "1" } },
-        }]);
+        }] } });
         let pods: Api<Pod> = kerf.pods(&namespace);
         let outcome = pods
-            .replace_ephemeral_containers("good", &PostParams::default(), &serde_json::from_value(debugged)?)
+            .patch_ephemeral_containers("good", &PatchParams::default(), &Patch::Strategic(debugged))
             .await;
         match outcome {
             Ok(_) => bail!("an ephemeral container got a GPU"),
