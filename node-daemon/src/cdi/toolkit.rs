@@ -116,7 +116,7 @@ impl Toolkit {
             .arg(flag("--driver-root", &self.driver_root))
             .arg(flag("--dev-root", &self.dev_root))
             .arg(flag("--nvidia-cdi-hook-path", &self.hook_program(program)))
-            .arg(format!("--ldconfig-path=@{}", self.ldconfig()))
+            .arg(format!("--ldconfig-path={}", self.ldconfig()))
             .args(more)
             .stdin(Stdio::null())
             .kill_on_drop(true);
