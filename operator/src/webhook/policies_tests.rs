@@ -1,5 +1,6 @@
 use std::collections::BTreeMap;
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kerf_crds::{
     gpu_node::{Gpu, GpuNodeStatus, Profile},
     partition_policy::{ClientSelector, WarmInstances},
@@ -166,10 +167,9 @@ fn a_pattern_that_matches_nothing_yet_is_a_warning() {
 
 #[test]
 fn selectors_are_checked_wherever_they_are() {
-    let bad = || {
-        let mut selector = k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector::default();
-        selector.match_labels = Some(BTreeMap::from([("a b".to_owned(), "x".to_owned())]));
-        selector
+    let bad = || LabelSelector {
+        match_labels: Some(BTreeMap::from([("a b".to_owned(), "x".to_owned())])),
+        match_expressions: None,
     };
     let mut spec = PartitionPolicySpec { node_selector: bad(), ..PartitionPolicySpec::default() };
     let client = ClientSelector { namespace: "monitoring".to_owned(), pod_selector: bad() };
