@@ -30,7 +30,7 @@ const FIRST_RETRY: Duration = Duration::from_millis(100);
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     #[error("{0}")]
-    Refused(#[from] PrepareError),
+    Refused(Box<PrepareError>),
     #[error("cannot read claim {claim} from the API server: {source}")]
     Read { claim: String, source: ReadError },
     #[error("{0}")]
@@ -43,6 +43,12 @@ pub enum Failure {
     Io(#[from] io::Error),
     #[error("'{0}' is not a UID: letters, digits and '-' only")]
     NotAUid(String),
+}
+
+impl From<PrepareError> for Failure {
+    fn from(error: PrepareError) -> Self {
+        Self::Refused(Box::new(error))
+    }
 }
 
 impl Failure {
@@ -60,11 +66,10 @@ impl Failure {
     /// Whether a change of the claim can make it right.
     fn may_pass_by_the_claim(&self) -> bool {
         use PrepareError as E;
+        let Self::Refused(error) = self else { return false };
         matches!(
-            self,
-            Self::Refused(
-                E::NotAllocated(_) | E::NotPlanned { .. } | E::OtherDevice { .. } | E::OtherPod { .. }
-            )
+            **error,
+            E::NotAllocated(_) | E::NotPlanned { .. } | E::OtherDevice { .. } | E::OtherPod { .. }
         )
     }
 }
