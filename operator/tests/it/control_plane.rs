@@ -186,6 +186,14 @@ async fn pool(client: &Client, claim: &str) -> Result<Option<String>> {
         .map(|result| result.pool))
 }
 
+/// The kinds of what a claim is reserved for.
+async fn consumers(client: &Client, claim: &str) -> Result<Vec<String>> {
+    let claims: Api<ResourceClaim> = Api::namespaced(client.clone(), "default");
+    let status = claims.get(claim).await?.status;
+    let consumers = status.and_then(|status| status.reserved_for).unwrap_or_default();
+    Ok(consumers.into_iter().map(|consumer| consumer.resource).collect())
+}
+
 #[test]
 fn claims_of_users_quotas_and_places_that_do_not_work_out() -> Result<()> {
     kerf_e2e::shared::runtime().block_on(async {
@@ -260,6 +268,34 @@ fn claims_of_users_quotas_and_places_that_do_not_work_out() -> Result<()> {
         cluster.start_component(Component::Scheduler).await?;
         assert_ne!(bound(&client, "moved").await?, home);
         set_cordon(&client, &home, false).await?;
+
+        // The node's CPU goes just before kube-scheduler looks, and there is no other: it throws the allocation away,
+        // gets it again under a hold, and binds when there is room; then the hold is released.
+        delete_pod(&client, "moved").await?;
+        let mut filler = gated("filler", "nvidia.com/mig-7g.80gb", "100m");
+        filler["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": "n2"});
+        create(&pods(&client), filler).await?;
+        bound(&client, "filler").await?;
+        cluster.stop(Component::Scheduler).await?;
+        create(&pods(&client), gated("patient", "nvidia.com/mig-1g.10gb", "3")).await?;
+        condition(&client, "patient", "Allocated").await?;
+        let blocker = json!({"metadata": {"name": "blocker"}, "spec": {"nodeName": "n1", "containers": [
+            {"name": "main", "image": "none", "resources": {"requests": {"cpu": "3"}}}]}});
+        create(&pods(&client), blocker).await?;
+        cluster.start_component(Component::Scheduler).await?;
+        eventually(SOON, "the allocation is held", || async {
+            let consumers = consumers(&client, "claim-of-patient").await?;
+            Ok(if consumers.len() == 2 { Seen::Yes(()) } else { Seen::not_yet(format!("{consumers:?}")) })
+        })
+        .await?;
+        delete_pod(&client, "blocker").await?;
+        bound(&client, "patient").await?;
+        eventually(SOON, "the hold is released", || async {
+            let consumers = consumers(&client, "claim-of-patient").await?;
+            Ok(if consumers == ["pods"] { Seen::Yes(()) } else { Seen::not_yet(format!("{consumers:?}")) })
+        })
+        .await?;
+        delete_pod(&client, "patient").await?;
 
         first.stop().await?;
         create(&pods(&client), gated("after", "nvidia.com/mig-1g.10gb", "100m")).await?;
