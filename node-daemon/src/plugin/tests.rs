@@ -326,6 +326,7 @@ async fn a_crash_between_any_two_writes_is_recovered() {
     let mut kubelet = node.start("boot-1", PATIENT).await;
     let answer = prepare(&mut kubelet, "u").await;
     let record = node.config.state_dir.join("prepared/u.json");
+    assert!(record.exists(), "written before the answer, whatever the CDI spec carries");
     let spec = node.cdi().path("u");
     let whole = std::fs::read(&spec).unwrap();
     for (record_left, spec_left) in [(true, true), (true, false), (false, true)] {

@@ -88,6 +88,8 @@ fn same(live: &ResourceSlice, wanted: &ResourceSlice) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use k8s_openapi::api::resource::v1::DeviceTaint;
+
     use super::*;
 
     fn pool() -> Pool {
@@ -114,8 +116,16 @@ mod tests {
 
     #[test]
     fn only_what_matters_is_a_difference() {
-        let wanted = pool().slices(&devices(65), 1);
-        let live = pool().slices(&devices(65), 4);
+        let tainted = |time_added| {
+            let taint = DeviceTaint { key: "k".into(), time_added, ..DeviceTaint::default() };
+            let mut devices = devices(65);
+            devices[64].taints = Some(vec![taint]);
+            devices
+        };
+        let wanted = pool().slices(&tainted(None), 1);
+        // The server adds when a taint came.
+        let added = serde_json::from_str("\"2026-11-30T04:30:32Z\"").unwrap();
+        let live = pool().slices(&tainted(Some(added)), 4);
         let refs = |slices: &'static [ResourceSlice]| slices.iter().collect::<Vec<_>>();
         let leak = |slices: Vec<ResourceSlice>| refs(Box::leak(slices.into_boxed_slice()));
         assert!(!differ(&leak(live.clone()), &wanted), "another generation");
