@@ -20,7 +20,7 @@ impl Backoff {
     }
 
     /// The delay before the next try: doubling from 0.25 s to 30 s, each between 75 % and 125 % of that.
-    pub fn next(&mut self) -> Duration {
+    pub fn pause(&mut self) -> Duration {
         let delay = FIRST.saturating_mul(1 << self.tries.min(16)).min(LONGEST);
         self.tries += 1;
         // A step of Knuth's linear congruential generator is random enough here.
@@ -37,7 +37,7 @@ mod tests {
     #[test]
     fn delays_grow_to_a_bound_and_vary() {
         let mut backoff = Backoff::new("x");
-        let delays: Vec<Duration> = (0..20).map(|_| backoff.next()).collect();
+        let delays: Vec<Duration> = (0..20).map(|_| backoff.pause()).collect();
         assert!(delays[0] >= FIRST.mul_f64(0.75) && delays[0] <= FIRST.mul_f64(1.25), "{delays:?}");
         assert!(delays[3] > delays[0]);
         assert!(delays.iter().all(|delay| *delay <= LONGEST.mul_f64(1.25)), "{delays:?}");

@@ -104,12 +104,18 @@ pub async fn run(context: Context, rounds: watch::Sender<u64>) -> anyhow::Result
 
 fn look_around(driver: &Driver) -> Result<Found, NotFound> {
     let library: Arc<Library> = driver.session()?;
-    let (gpus, unreadable) =
-        library.gpu_uuids().inspect_err(|failure| driver.note_failure(&library, failure))?;
-    for (_, failure) in &unreadable {
-        driver.note_failure(&library, failure);
+    let uuids = library.gpu_uuids().inspect_err(|failure| driver.note_failure(&library, failure))?;
+    let mut found = Found { versions: library.versions(), gpus: Vec::new(), unreadable: Vec::new() };
+    for (index, uuid) in (0..).zip(uuids) {
+        match uuid {
+            Ok(uuid) => found.gpus.push((index, uuid)),
+            Err(failure) => {
+                driver.note_failure(&library, &failure);
+                found.unreadable.push((index, failure));
+            }
+        }
     }
-    Ok(Found { versions: library.versions(), gpus, unreadable })
+    Ok(found)
 }
 
 fn unreadable((index, failure): &(u32, Failure)) -> Reason {

@@ -248,7 +248,7 @@ pub async fn write(client: Client, state: NodeState) -> anyhow::Result<()> {
                     Err(error) => {
                         tracing::debug!(%error, "the status could not be written");
                         written = None;
-                        refresh = backoff.next();
+                        refresh = backoff.pause();
                     }
                 }
             }

@@ -313,6 +313,12 @@ fn mode_step(entry: &DesiredGpu, wanted: &[Wanted], observed: &Observed<'_>) -> 
     if let Some(instance) = gpu.instances.iter().find(|instance| !instance.processes.is_empty()) {
         return Some(in_use("MIG mode cannot be switched", &[], &instance.processes));
     }
+    if let Some(instance) = gpu.instances.iter().find(|instance| instance.foreign) {
+        return Some(blocked(
+            problem_reason::OVERLAP,
+            format!("MIG mode cannot be switched: Kerf did not make {}", target(instance)),
+        ));
+    }
     match gpu.instances.first() {
         Some(instance) => Some(take_down(instance)),
         None if on => Some(Step::EnableMig),
@@ -417,23 +423,35 @@ impl Planner<'_> {
 
     fn make(&self, wanted: &Wanted, profile: &Profile) -> Step {
         let gpu = self.observed.gpu;
+        let firm = !wanted.warm;
+        // Nothing is taken down that would make no room in the end.
+        if !self.engines_suffice(profile, |instance| !self.removable(instance, firm)) {
+            return blocked(
+                problem_reason::ENGINES_TAKEN,
+                format!(
+                    "{wanted} is wanted, but the engines that it needs are with instances that must stay"
+                ),
+            );
+        }
         let mut in_the_way =
             gpu.instances.iter().filter(|instance| instance.placement.overlaps(&wanted.placement)).peekable();
         if in_the_way.peek().is_some() {
             return self.clear(wanted, in_the_way);
         }
-        if !self.engines_free_for(profile) || self.observed.short_of_resources {
-            if let Some(idle) = gpu.instances.iter().find(|instance| self.removable(instance, !wanted.warm)) {
+        if !self.engines_suffice(profile, |_| true) {
+            let holds_some = |instance: &&Instance| {
+                let engines = gpu.profile_of(instance).map(|held| held.engines).unwrap_or_default();
+                shares(engines, profile.engines) && self.removable(instance, firm)
+            };
+            if let Some(idle) = gpu.instances.iter().find(holds_some) {
                 return take_down(idle);
             }
-            if !self.engines_free_for(profile) {
-                return blocked(
-                    problem_reason::ENGINES_TAKEN,
-                    format!(
-                        "{wanted} is wanted, but the engines that it needs are with instances that must stay"
-                    ),
-                );
-            }
+        }
+        // Warm instances stay here, or they would be made again while this still fails.
+        if self.observed.short_of_resources
+            && let Some(idle) = gpu.instances.iter().find(|instance| self.removable(instance, false))
+        {
+            return take_down(idle);
         }
         Step::CreateGpuInstance {
             profile: profile.name.clone(),
@@ -474,18 +492,28 @@ impl Planner<'_> {
             && holders(self.observed.prepared, &self.key(instance)).is_empty()
     }
 
-    /// Whether the engines that GPU instances share out suffice for one more of this profile. Copy engines are shared
-    /// between instances and limit nothing.
-    fn engines_free_for(&self, profile: &Profile) -> bool {
+    /// Whether the engines that GPU instances share out suffice for one more of this profile beside the instances that
+    /// `stays` says. Copy engines are shared between instances and limit nothing.
+    fn engines_suffice(&self, profile: &Profile, stays: impl Fn(&Instance) -> bool) -> bool {
         let gpu = self.observed.gpu;
-        let taken = gpu.instances.iter().filter_map(|instance| gpu.profile_of(instance)).map(|p| p.engines);
-        let mut sum = profile.engines;
-        for engines in taken {
-            sum = add(sum, engines);
-        }
-        let Engines { copy: _, decoder, encoder, jpeg, ofa } = self.geometry.engines;
-        sum.decoder <= decoder && sum.encoder <= encoder && sum.jpeg <= jpeg && sum.ofa <= ofa
+        let staying = gpu.instances.iter().filter(|instance| stays(instance));
+        let held = staying.filter_map(|instance| gpu.profile_of(instance)).map(|profile| profile.engines);
+        let Engines { copy: _, decoder, encoder, jpeg, ofa } = held.fold(profile.engines, add);
+        let (needs, budget) = (profile.engines, self.geometry.engines);
+        // An engine that the profile has none of is no matter of its.
+        (needs.decoder == 0 || decoder <= budget.decoder)
+            && (needs.encoder == 0 || encoder <= budget.encoder)
+            && (needs.jpeg == 0 || jpeg <= budget.jpeg)
+            && (needs.ofa == 0 || ofa <= budget.ofa)
     }
+}
+
+/// Whether both have engines of one kind.
+fn shares(a: Engines, b: Engines) -> bool {
+    a.decoder > 0 && b.decoder > 0
+        || a.encoder > 0 && b.encoder > 0
+        || a.jpeg > 0 && b.jpeg > 0
+        || a.ofa > 0 && b.ofa > 0
 }
 
 fn add(a: Engines, b: Engines) -> Engines {

@@ -29,7 +29,7 @@ pub async fn supervise<F: Future<Output = anyhow::Result<()>>>(name: String, sta
         if started.elapsed() > GOOD {
             backoff = Backoff::new(&name);
         }
-        sleep(backoff.next()).await;
+        sleep(backoff.pause()).await;
     }
 }
 

@@ -360,12 +360,12 @@ impl Worker {
         let known = self.failed.iter_mut().find(|failed| failed.step == step);
         match known {
             Some(failed) => {
-                failed.again = Instant::now() + failed.backoff.next();
+                failed.again = Instant::now() + failed.backoff.pause();
                 (failed.code, failed.reason) = (code, reason);
             }
             None => {
                 let mut backoff = Backoff::new(&self.identity.uuid);
-                let again = Instant::now() + backoff.next();
+                let again = Instant::now() + backoff.pause();
                 self.failed.push(Failed { step, backoff, again, code, reason });
             }
         }

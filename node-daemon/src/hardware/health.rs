@@ -15,7 +15,7 @@ const APPLICATION_XIDS: [u64; 6] = [13, 31, 43, 45, 68, 109];
 const WAIT_MS: u32 = 60_000;
 
 /// How long to wait before a new try when there is no driver or it reports no events.
-const RETRY: Duration = Duration::from_secs(30);
+const RETRY: Duration = Duration::from_secs(10);
 
 /// Whether an XID means that the device has failed.
 pub fn is_device_failure(code: u64) -> bool {
@@ -25,30 +25,45 @@ pub fn is_device_failure(code: u64) -> bool {
 /// Reports XIDs for as long as `report` returns `true`, over driver reloads. Blocks: for a thread of its own.
 pub fn watch_xids(driver: &Driver, report: impl Fn(Xid) -> bool) {
     loop {
-        if let Ok(library) = driver.session()
-            && let Err(failure) = watch_session(driver, &library, &report)
-        {
-            tracing::debug!(%failure, "XIDs cannot be watched");
-            driver.note_failure(&library, &failure);
+        let watched = match driver.session() {
+            Ok(library) => watch_session(driver, &library, &report).inspect_err(|failure| {
+                tracing::debug!(%failure, "XIDs cannot be watched");
+                driver.note_failure(&library, failure);
+            }),
+            Err(_) => Ok(Ended::NoSession),
+        };
+        match watched {
+            Ok(Ended::NotWanted) => return,
+            Ok(Ended::NewSession) => {}
+            Ok(Ended::NoSession) | Err(_) => std::thread::sleep(RETRY),
         }
-        std::thread::sleep(RETRY);
     }
+}
+
+/// Why a watch ended.
+enum Ended {
+    /// Nobody listens any more.
+    NotWanted,
+    /// The library has been initialised anew.
+    NewSession,
+    /// There is no driver.
+    NoSession,
 }
 
 fn watch_session(
     driver: &Driver,
     library: &std::sync::Arc<super::Library>,
     report: &impl Fn(Xid) -> bool,
-) -> Result<(), Failure> {
+) -> Result<Ended, Failure> {
     let watch = XidWatch::new(library)?;
     while driver.is_current(library) {
         if let Some(xid) = watch.wait(WAIT_MS)?
             && !report(xid)
         {
-            return Ok(());
+            return Ok(Ended::NotWanted);
         }
     }
-    Ok(())
+    Ok(Ended::NewSession)
 }
 
 #[cfg(test)]

@@ -144,19 +144,11 @@ impl Library {
         }
     }
 
-    /// UUID of each GPU that answers, in NVML's order, and what the others answered instead.
-    pub fn gpu_uuids(&self) -> Result<(Vec<(u32, String)>, Vec<(u32, Failure)>), Failure> {
+    /// UUID of each GPU, in NVML's order, or what it answered instead.
+    pub fn gpu_uuids(&self) -> Result<Vec<Result<String, Failure>>, Failure> {
         let count = self.nvml().device_count().of("nvmlDeviceGetCount")?;
-        let mut found = Vec::new();
-        let mut failed = Vec::new();
-        for index in 0..count {
-            let uuid = self.gpu_by_index(index).and_then(|gpu| gpu.device.uuid().of("nvmlDeviceGetUUID"));
-            match uuid {
-                Ok(uuid) => found.push((index, uuid)),
-                Err(failure) => failed.push((index, failure)),
-            }
-        }
-        Ok((found, failed))
+        let uuid = |index| self.gpu_by_index(index).and_then(|gpu| gpu.device.uuid().of("nvmlDeviceGetUUID"));
+        Ok((0..count).map(uuid).collect())
     }
 }
 

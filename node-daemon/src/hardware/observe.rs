@@ -127,6 +127,7 @@ fn mig_mode(raw: &RawGpu<'_>) -> Result<ObservedMig, Failure> {
         }
     };
     Ok(ObservedMig {
+        capable: true,
         enabled: current,
         pending: (pending != current).then_some(pending),
         switch_needs_reset: !resetless,

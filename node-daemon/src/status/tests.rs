@@ -55,7 +55,7 @@ fn full(index: u32, geometry: &Arc<Geometry>, instances: u32) -> Gpu {
         pci_address: "0000:3b:00.0".into(),
         numa_node: Some(1),
         memory_bytes: 99_999_999_999,
-        mig: ObservedMig { enabled: true, pending: None, switch_needs_reset: false },
+        mig: ObservedMig { capable: true, enabled: true, ..ObservedMig::default() },
         geometry: Some(geometry.clone()),
         instances: (0..instances).map(instance).collect(),
         ..Gpu::default()

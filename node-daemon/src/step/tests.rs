@@ -42,7 +42,7 @@ fn gpu() -> Gpu {
     Gpu {
         name: "gpu-1".into(),
         uuid: "GPU-1".into(),
-        mig: ObservedMig { enabled: true, pending: None, switch_needs_reset: true },
+        mig: ObservedMig { capable: true, enabled: true, pending: None, switch_needs_reset: true },
         geometry: Some(geometry()),
         ..Gpu::default()
     }
@@ -222,11 +222,11 @@ fn one_that_waits_keeps_nobody_else_waiting() {
 
 #[test]
 fn all_due_steps_are_found() {
-    let wanted = [claim("3g.40gb", 0), claim("3g.40gb", 4), claim("9g", 0)];
+    let wanted = [claim("3g.40gb", 0), claim("2g.20gb", 4), claim("9g", 6)];
     let (gpu, prepared) = (gpu(), prepared(&[]));
     let observed = Observed { passed_over: &[], gpu: &gpu, prepared: &prepared, short_of_resources: false };
     let (due, blocked) = due_steps(Desired { gpu: Some(&entry()), partitions: &wanted }, observed);
-    assert_eq!(due, [create("3g.40gb", 0), create("3g.40gb", 4)]);
+    assert_eq!(due, [create("3g.40gb", 0), create("2g.20gb", 4)]);
     assert_eq!(blocked.unwrap().reason, problem_reason::PROFILE_NOT_FOUND);
 }
 
@@ -243,6 +243,16 @@ fn engines_limit_what_fits() {
     assert_eq!(step(&busy, &[claim("1g.10gb", 6)]), create("1g.10gb", 6));
 }
 
+/// Found by the property below: the warm instance was taken down for nothing and made again, without end.
+#[test]
+fn nothing_is_taken_down_for_what_cannot_be_made_anyway() {
+    let decoders = with(vec![running(instance("1g.10gb+me", 1)), instance("1g.20gb", 2)]);
+    let wanted = [warm("1g.20gb", 2), claim("1g.10gb+me", 0)];
+    assert_blocked(step(&decoders, &wanted), problem_reason::ENGINES_TAKEN, "1g.10gb+me at 0:1");
+    let in_the_way = with(vec![running(instance("1g.10gb+me", 1)), instance("1g.10gb", 6)]);
+    assert_blocked(step(&in_the_way, &[claim("1g.10gb+me", 6)]), problem_reason::ENGINES_TAKEN, "at 6:1");
+}
+
 #[test]
 fn a_refusal_that_the_geometry_does_not_explain_takes_idle_instances_down() {
     let (gpu, prepared) = (with(vec![instance("1g.10gb", 6)]), prepared(&[]));
@@ -250,6 +260,9 @@ fn a_refusal_that_the_geometry_does_not_explain_takes_idle_instances_down() {
     let wanted = [claim("3g.40gb", 0)];
     let desired = Desired { gpu: Some(&entry()), partitions: &wanted };
     assert_eq!(next_step(desired, observed), destroy_compute("1g.10gb", 6));
+    // A warm one stays: it would be made again and again while the refusals last.
+    let wanted = [claim("3g.40gb", 0), warm("1g.10gb", 6)];
+    assert_eq!(next_step(Desired { partitions: &wanted, ..desired }, observed), create("3g.40gb", 0));
 }
 
 #[test]
@@ -322,7 +335,12 @@ fn a_gpu_that_is_not_ours_or_has_failed_is_left_as_it_is() {
 
 #[test]
 fn mode_is_switched_only_where_allowed_and_nobody_is_disturbed() {
-    let mode = |enabled, switch_needs_reset| ObservedMig { enabled, pending: None, switch_needs_reset };
+    let mode = |enabled, switch_needs_reset| ObservedMig {
+        capable: true,
+        enabled,
+        pending: None,
+        switch_needs_reset,
+    };
     let off = |reset| Gpu { mig: mode(false, reset), ..gpu() };
     let (none, allowed) = (PreparedClaims::new(), DesiredGpu { allow_reset: true, ..entry() });
     assert_eq!(step(&off(false), &[]), Step::EnableMig);
@@ -411,7 +429,7 @@ fn any_world() -> impl Strategy<Value = World> {
     (there, wanted, mode, any::<bool>(), any::<bool>()).prop_map(
         |(there, wanted, (mig, allow_reset), on, reset)| {
             let mut gpu = gpu();
-            gpu.mig = ObservedMig { enabled: on, pending: None, switch_needs_reset: reset };
+            gpu.mig = ObservedMig { capable: true, enabled: on, pending: None, switch_needs_reset: reset };
             let mut held: Vec<(String, u32)> = Vec::new();
             for (place, kind) in there.into_iter().filter(|_| on) {
                 if gpu.instances.iter().any(|other| other.placement.overlaps(&place.placement)) {

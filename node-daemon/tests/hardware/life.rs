@@ -13,29 +13,29 @@ fn a100() -> Node {
 
 #[tokio::test]
 async fn models_nobody_has_heard_of_are_discovered_like_any_other() {
-    let node = Node::new(NodeSpec::new(
-        "n",
-        ["a100-80", "h100-80-sxm", "a30-24", "rtxpro6000-server", "invented-5x10", "invented-nomig"]
-            .map(GpuSpec::new)
-            .to_vec(),
-    ));
+    let models = ["a100-80", "h100-80-sxm", "a30-24", "rtxpro6000-server", "invented-5x10"];
+    let mut gpus: Vec<GpuSpec> = models.iter().map(|model| GpuSpec::new(model).in_mig_mode()).collect();
+    gpus.extend(["invented-nomig", "h100-80-sxm", "a100-80"].map(GpuSpec::new));
+    let node = Node::new(NodeSpec::new("n", gpus));
     let daemon = node.start();
     let inventory = daemon.inventory().await;
-    assert_eq!(inventory.gpus.len(), 6);
-    for (index, gpu) in inventory.gpus.iter().enumerate() {
+    assert_eq!(inventory.gpus.len(), models.len() + 3);
+    for (index, gpu) in inventory.gpus.iter().enumerate().take(models.len()) {
         let model = node.sim.model(index).unwrap();
-        assert_eq!((gpu.index, gpu.mig.enabled), (index as u32, false));
-        let Some(mig) = &model.mig else {
-            assert!(gpu.geometry.is_none());
-            continue;
-        };
+        assert_eq!((gpu.index, gpu.mig.enabled), (index as u32, true));
         let geometry = gpu.geometry.as_ref().unwrap_or_else(|| panic!("no geometry of {}", gpu.product));
         let mut names: Vec<&str> = geometry.profiles.iter().map(|profile| profile.name.as_str()).collect();
-        let mut expected: Vec<&str> = mig.profiles.iter().map(|profile| profile.name.as_str()).collect();
+        let profiles = &model.mig.as_ref().unwrap().profiles;
+        let mut expected: Vec<&str> = profiles.iter().map(|profile| profile.name.as_str()).collect();
         names.sort_unstable();
         expected.sort_unstable();
         assert_eq!(names, expected, "{}", gpu.product);
     }
+    // With MIG off, Hopper tells what it can be cut into; Ampere does not, and it is not guessed.
+    let [.., without, hopper, ampere] = inventory.gpus.as_slice() else { panic!("too few GPUs") };
+    assert!(without.geometry.is_none() && !without.mig.enabled);
+    assert!(hopper.geometry.is_some() && !hopper.mig.enabled);
+    assert!(ampere.geometry.is_none() && !ampere.mig.enabled);
 }
 
 #[tokio::test]
