@@ -251,6 +251,9 @@ pub struct Gpu {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ObservedMig {
+    /// Whether the GPU has MIG at all.
+    #[serde(default)]
+    pub capable: bool,
     /// Mode in force.
     pub enabled: bool,
     /// Mode that a reset would bring, where it differs.

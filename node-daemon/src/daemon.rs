@@ -133,6 +133,8 @@ fn restore_claims(state: &NodeState, checkpoint: &plugin::Checkpoint, node: &Gpu
 
 /// A client of the API server by the usual ways: service account, or kubeconfig.
 async fn client() -> anyhow::Result<Client> {
+    // Named, since a build may have more than one. An error means that there is one already.
+    let _ = tokio_rustls::rustls::crypto::ring::default_provider().install_default();
     let config = kube::Config::infer().await.context("failed to find the API server")?;
     Ok(Client::try_from(config)?)
 }

@@ -39,39 +39,43 @@ async fn main() -> ExitCode {
 
 async fn run(args: &Args) -> Result<()> {
     println!(
-        "Starting etcd, kube-apiserver, kube-controller-manager, kube-scheduler and two kubelets with containerd …"
+        "Starting etcd, kube-apiserver, kube-controller-manager, kube-scheduler and three kubelets with containerd …"
     );
     let mut options = KerfOptions::nodes(&[("ampere", "a100-80", 1), ("hopper", "h100-80-sxm", 1)]);
     options.nodes.push(("blackwell".to_owned(), vec![GpuSpec::new("rtxpro6000-server")]));
     let kerf = Kerf::start(options).await?;
+    story(&kerf, args).await.inspect_err(|_| kerf.cluster.keep_logs())
+}
+
+async fn story(kerf: &Kerf, args: &Args) -> Result<()> {
     let namespace = kerf.namespace("demo").await?;
 
     say("Three GPUs, none of them cut yet. Kerf leaves them alone until a policy says otherwise.");
-    show(&kerf).await?;
+    show(kerf).await?;
 
     say("kubectl apply -f policies/samples/dynamic.yaml: every GPU may be cut to what pods ask for.");
     kerf.policy("everything", json!({ "mig": { "mode": "Dynamic", "modeSwitch": "WithReset" } })).await?;
 
     say("Seven pods ask for nvidia.com/mig-1g.10gb.");
     for index in 0..7 {
-        create(&kerf, &namespace, &format!("small-{index}"), "1g.10gb").await?;
+        create(kerf, &namespace, &format!("small-{index}"), "1g.10gb").await?;
     }
-    running(&kerf, &namespace, (0..7).map(|index| format!("small-{index}"))).await?;
+    running(kerf, &namespace, (0..7).map(|index| format!("small-{index}"))).await?;
 
     say("One asks for half a GPU, one for a slice of another model with other names.");
-    create(&kerf, &namespace, "half", "3g.40gb").await?;
-    create(&kerf, &namespace, "other", "2g.48gb").await?;
-    running(&kerf, &namespace, ["half".to_owned(), "other".to_owned()]).await?;
+    create(kerf, &namespace, "half", "3g.40gb").await?;
+    create(kerf, &namespace, "other", "2g.48gb").await?;
+    running(kerf, &namespace, ["half".to_owned(), "other".to_owned()]).await?;
 
     say("Another wants a whole GPU's worth. Enough slices are free, but not in one piece: Kerf says so.");
-    create(&kerf, &namespace, "large", "7g.80gb").await?;
+    create(kerf, &namespace, "large", "7g.80gb").await?;
     println!("  pod large: {}", kerf.wait_reason(&namespace, "large", "NoRoom").await?);
 
     say("The small ones end. Their slices merge, and the large one gets its place with nobody's help.");
     for index in 0..7 {
         kerf.delete_pod(&namespace, &format!("small-{index}")).await?;
     }
-    running(&kerf, &namespace, ["large".to_owned()]).await?;
+    running(kerf, &namespace, ["large".to_owned()]).await?;
 
     say("What each pod says it runs on:");
     for pod in ["half", "other", "large"] {

@@ -237,6 +237,8 @@ fn desired_gpu(gpu: &Gpu, policy: &Arc<PartitionPolicy>, partitions: &[Partition
         _ if whole => DesiredMig::Disabled,
         MigMode::Static => DesiredMig::Enabled,
         MigMode::Off => DesiredMig::Disabled,
+        // Ampere tells what it can be cut into only while MIG is on; without that no pod can be planned onto it.
+        MigMode::Dynamic if gpu.mig.capable && gpu.geometry.is_none() => DesiredMig::Enabled,
         MigMode::Dynamic => DesiredMig::Keep,
     };
     DesiredGpu {
