@@ -102,7 +102,7 @@ fn two_policies_on_one_gpu_conflict_and_the_gpu_is_left_as_it_is() {
         kerf.policy("conflict-2", for_node(node, json!({ "mode": "Static", "layout": layout }))).await?;
         for (policy, other) in [("conflict-1", "conflict-2"), ("conflict-2", "conflict-1")] {
             let why = kerf.wait_policy(policy, "Conflict", "True", "SharedGpu").await?;
-            ensure!(why.contains(other) && why.contains(node), "{policy}: {why}");
+            ensure!(why.contains(other) && why.contains("left as they are"), "{policy}: {why}");
         }
         let counts = kerf.sim(node)?.counts()?;
         kerf.create_pod(&namespace, &on(node, gpu_pod("b", &[(&mig("1g.10gb"), 1)]))).await?;

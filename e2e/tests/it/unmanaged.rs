@@ -53,7 +53,7 @@ fn what_somebody_else_uses_is_left_alone_with_the_reason() {
         }
         kerf.create_pod(&namespace, &on(node, gpu_pod("eighth", &[(&mig("1g.10gb"), 1)]))).await?;
         let why = kerf.wait_reason(&namespace, "eighth", "NoRoom").await?;
-        ensure!(why.contains("not made by Kerf") || why.contains("ForeignInstance"), "{why}");
+        ensure!(why.contains("Kerf did not make 2g.20gb"), "{why}");
         ensure!(sim.counts()?[0] == counts, "the hardware was touched");
         let instances = sim.instances()?;
         ensure!(
