@@ -12,6 +12,7 @@ use kube::runtime::WatchStreamExt as _;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client};
 
+use crate::backoff::WatchBackoff;
 use crate::node::{NodeState, SeenSpec};
 use crate::ours::Ours;
 
@@ -28,9 +29,20 @@ pub async fn follow(
 ) -> anyhow::Result<()> {
     let nodes: Api<GpuNode> = Api::all(client);
     let own = watcher::Config::default().fields(&format!("metadata.name={}", state.node_name));
-    let mut events = pin!(watcher(nodes.clone(), own).default_backoff());
+    let mut events = pin!(watcher(nodes.clone(), own).backoff(WatchBackoff::default()));
     let mut seen = false;
+    let mut away = false;
     while let Some(event) = events.next().await {
+        // Init comes before each try.
+        if away != event.is_err() && !matches!(event, Ok(Event::Init)) {
+            away = event.is_err();
+            match &event {
+                Ok(_) => tracing::info!("the API server is back"),
+                Err(error) => {
+                    tracing::warn!("the API server cannot be read, the last spec stays in force: {error}");
+                }
+            }
+        }
         match event {
             Ok(Event::Init) => seen = false,
             Ok(Event::Apply(node) | Event::InitApply(node)) => {
@@ -47,7 +59,8 @@ pub async fn follow(
                 ours.recover(None).context("the checkpoint of instances cannot be written")?;
                 create(&nodes, &state).await?;
             }
-            Err(error) => tracing::debug!(%error, "watch of the GpuNode"),
+            // Tried again by the stream, with back-off.
+            Err(_) => {}
         }
     }
     anyhow::bail!("the watch of the GpuNode ended")

@@ -3,6 +3,8 @@
 use std::hash::{BuildHasher as _, RandomState};
 use std::time::Duration;
 
+use kube::runtime::watcher::DefaultBackoff;
+
 const FIRST: Duration = Duration::from_millis(250);
 const LONGEST: Duration = Duration::from_secs(30);
 
@@ -30,9 +32,45 @@ impl Backoff {
     }
 }
 
+/// Back-off of watches: kube's own, 0.8 s to 30 s with jitter, which begins anew after two minutes without an error.
+///
+/// A watch that cannot list reports that it begins before each try, and kube takes that for a success: with its default
+/// every node would ask an API server that is away once a second, for ever.
+#[derive(Default)]
+pub struct WatchBackoff(DefaultBackoff);
+
+impl std::fmt::Debug for WatchBackoff {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("WatchBackoff")
+    }
+}
+
+impl Iterator for WatchBackoff {
+    type Item = Duration;
+
+    fn next(&mut self) -> Option<Duration> {
+        self.0.next()
+    }
+}
+
+impl kube::runtime::utils::Backoff for WatchBackoff {
+    fn reset(&mut self) {}
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_watch_that_only_begins_has_not_succeeded() {
+        let mut backoff = WatchBackoff::default();
+        let mut last = Duration::ZERO;
+        for _ in 0..12 {
+            last = backoff.next().unwrap();
+            kube::runtime::utils::Backoff::reset(&mut backoff);
+        }
+        assert!(last >= Duration::from_secs(15), "{last:?}");
+    }
 
     #[test]
     fn delays_grow_to_a_bound_and_vary() {

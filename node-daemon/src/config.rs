@@ -59,8 +59,8 @@ pub struct Config {
     #[arg(long, env = "LOG_JSON")]
     pub log_json: bool,
 
-    /// What to log, in the syntax of `RUST_LOG`.
-    #[arg(long, env = "LOG", default_value = "info")]
+    /// What to log, in the syntax of `RUST_LOG`. (The client's own lines repeat each failed try.)
+    #[arg(long, env = "LOG", default_value = "info,kube_client::client::builder=off")]
     pub log: String,
 
     #[command(subcommand)]

@@ -18,6 +18,7 @@ use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client};
 use tokio::sync::watch;
 
+use crate::backoff::WatchBackoff;
 use crate::node::NodeState;
 
 /// NVIDIA's DRA driver for GPUs.
@@ -161,7 +162,7 @@ pub async fn watch(
 ) -> anyhow::Result<()> {
     let own_name = watcher::Config::default().fields(&format!("metadata.name={}", state.node_name));
     let own_slices = watcher::Config::default().fields(&format!("spec.nodeName={}", state.node_name));
-    let backoff = watcher::DefaultBackoff::default;
+    let backoff = WatchBackoff::default;
     let mut nodes = Box::pin(kube::runtime::WatchStreamExt::backoff(
         watcher(Api::<Node>::all(client.clone()), own_name),
         backoff(),

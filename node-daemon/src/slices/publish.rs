@@ -14,6 +14,7 @@ use tokio::time::Instant;
 
 use super::build::build;
 use super::pool::{Pool, differ};
+use crate::backoff::WatchBackoff;
 use crate::node::NodeState;
 
 /// Changes within this time are one write: making the instances of a pod is several steps, and pods come in bursts.
@@ -28,7 +29,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 pub async fn run(state: NodeState, client: Client) {
     let slices: Api<ResourceSlice> = Api::all(client);
     let own = format!("spec.driver={DRIVER},spec.nodeName={}", state.node_name);
-    let events = watcher(slices.clone(), watcher::Config::default().fields(&own)).default_backoff();
+    let events =
+        watcher(slices.clone(), watcher::Config::default().fields(&own)).backoff(WatchBackoff::default());
     Publisher { state, slices, live: BTreeMap::new(), listed: false, listing: BTreeMap::new() }
         .run(events)
         .await;
