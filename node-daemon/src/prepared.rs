@@ -145,10 +145,14 @@ impl PreparedStore {
     }
 
     /// Bars Prepare of everything that overlaps `key` until the guard is dropped; `None` if something there is
-    /// prepared.
-    pub fn condemn(&self, key: DeviceKey) -> Option<Condemned> {
+    /// prepared. `users` tells who would be disturbed: [`holders`], or [`holders_of_exactly`].
+    pub fn condemn(
+        &self,
+        key: DeviceKey,
+        users: fn(&PreparedClaims, &DeviceKey) -> Vec<ClaimReference>,
+    ) -> Option<Condemned> {
         let mut condemned = self.lock();
-        if holder(&self.snapshot(), &key, "").is_some() {
+        if !users(&self.snapshot(), &key).is_empty() {
             return None;
         }
         condemned.push(key.clone());
@@ -161,6 +165,16 @@ pub fn holders(claims: &PreparedClaims, key: &DeviceKey) -> Vec<ClaimReference> 
     claims
         .values()
         .filter(|prepared| prepared.devices.iter().any(|device| device.key.overlaps(key)))
+        .map(|prepared| prepared.claim.clone())
+        .collect()
+}
+
+/// The claims in `claims` that hold just this device. On a GPU that is not in MIG mode these are the only users: an
+/// instance that a claim was prepared for went with a reboot, and switching MIG on is what brings it back.
+pub fn holders_of_exactly(claims: &PreparedClaims, key: &DeviceKey) -> Vec<ClaimReference> {
+    claims
+        .values()
+        .filter(|prepared| prepared.devices.iter().any(|device| device.key == *key))
         .map(|prepared| prepared.claim.clone())
         .collect()
 }
@@ -226,11 +240,11 @@ mod tests {
     #[test]
     fn prepared_and_condemned_exclude_each_other() {
         let store = PreparedStore::new(PreparedClaims::new());
-        let guard = store.condemn(key(0, 2)).expect("free");
+        let guard = store.condemn(key(0, 2), holders).expect("free");
         assert!(matches!(store.record(claim("a", key(1, 1))), Err(Refused::Condemned { .. })));
         drop(guard);
         store.record(claim("a", key(1, 1))).expect("reprieved");
-        assert!(store.condemn(key(0, 2)).is_none());
-        assert!(store.condemn(key(2, 2)).is_some(), "a neighbour");
+        assert!(store.condemn(key(0, 2), holders).is_none());
+        assert!(store.condemn(key(2, 2), holders).is_some(), "a neighbour");
     }
 }

@@ -17,7 +17,7 @@ use kerf_crds::gpu_node::{
 };
 
 use crate::inventory::{Gpu, Instance};
-use crate::prepared::{DeviceKey, PreparedClaims, holders};
+use crate::prepared::{DeviceKey, PreparedClaims, holders, holders_of_exactly};
 
 /// What is wanted of one GPU.
 #[derive(Clone, Copy, Debug)]
@@ -149,6 +149,11 @@ impl Step {
             _ => return None,
         };
         Some(DeviceKey { gpu: gpu.to_owned(), placement })
+    }
+
+    /// Who uses the hardware that the step disturbs.
+    pub fn users(&self) -> fn(&PreparedClaims, &DeviceKey) -> Vec<ClaimReference> {
+        if *self == Step::EnableMig { holders_of_exactly } else { holders }
     }
 }
 
@@ -306,7 +311,8 @@ fn mode_step(entry: &DesiredGpu, wanted: &[Wanted], observed: &Observed<'_>) -> 
         ));
     }
     let whole = DeviceKey { gpu: gpu.uuid.clone(), placement: None };
-    let claims = holders(observed.prepared, &whole);
+    let step = if on { Step::EnableMig } else { Step::DisableMig };
+    let claims = step.users()(observed.prepared, &whole);
     if !claims.is_empty() || !gpu.processes.is_empty() {
         return Some(in_use("MIG mode cannot be switched", &claims, &gpu.processes));
     }
@@ -321,8 +327,7 @@ fn mode_step(entry: &DesiredGpu, wanted: &[Wanted], observed: &Observed<'_>) -> 
     }
     match gpu.instances.first() {
         Some(instance) => Some(take_down(instance)),
-        None if on => Some(Step::EnableMig),
-        None => Some(Step::DisableMig),
+        None => Some(step),
     }
 }
 

@@ -274,7 +274,7 @@ impl Worker {
         let _turn = self.context.pace.clone().acquire_owned().await.ok();
         let condemned = match step.disturbs(&uuid) {
             None => None,
-            Some(key) => match self.context.state.prepared.condemn(key) {
+            Some(key) => match self.context.state.prepared.condemn(key, step.users()) {
                 Some(condemned) => Some(condemned),
                 // Prepared since the decision.
                 None => return None,

@@ -351,6 +351,9 @@ fn mode_is_switched_only_where_allowed_and_nobody_is_disturbed() {
     let mut whole = prepared(&[("1g.10gb", 0)]);
     whole.get_mut("u").unwrap().devices[0].key.placement = None;
     assert_blocked(step_on(&off(false), &entry(), &[], &whole), problem_reason::IN_USE, "ns/held");
+    // After a reboot: the instance is gone with MIG mode, its claim is not, and waits for both.
+    let rebooted = prepared(&[("1g.10gb", 0)]);
+    assert_eq!(step_on(&off(false), &entry(), &[claim("1g.10gb", 0)], &rebooted), Step::EnableMig);
     let keep = DesiredGpu { mig: DesiredMig::Keep, ..entry() };
     assert_eq!(step_on(&off(false), &keep, &[], &none), Step::Nothing);
     assert_blocked(
