@@ -75,20 +75,20 @@ fn two_operators_at_once_give_nothing_out_twice() {
                 kerf.policy(node, for_node(node, json!({ "mode": "Dynamic" }))).await?;
             }
             kerf.start_operator("second").await?;
-            let names: Vec<String> = (0..20).map(|index| format!("p{index}")).collect();
+            let names: Vec<String> = (0..28).map(|index| format!("p{index}")).collect();
             for (index, name) in names.iter().enumerate() {
                 let profile = ["1g.10gb", "2g.20gb", "3g.40gb"][index % 3];
                 kerf.create_pod(&namespace, &gpu_pod(name, &[(&mig(profile), 1)])).await?;
-                if index == 8 {
-                    // The leader hangs, as in a long pause of its machine: the other takes over, then it wakes up.
+                if index == 19 {
+                    // The leader hangs in the middle of its work, as in a long pause of its machine: the other takes over,
+                    // then the first wakes up and finishes what it was about to write. (Its webhook hangs with it.)
                     let pid = kerf.operator_pid("operator").await.context("no operator runs")?;
                     signal(pid, "STOP")?;
                     eventually(2 * PATIENCE, "the second operator leading", || leader_is(&kerf, "second"))
                         .await?;
+                    signal(pid, "CONT")?;
                 }
             }
-            let pid = kerf.operator_pid("operator").await.context("no operator runs")?;
-            signal(pid, "CONT")?;
             let mut all = Vec::new();
             for name in &names {
                 all.push(kerf.wait_running(&namespace, name).await?);
