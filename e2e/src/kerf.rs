@@ -334,13 +334,20 @@ impl Kerf {
         .await
     }
 
-    async fn wait_admission(&self) -> Result<()> {
+    /// Waits until the API server reaches the webhook for pods and for policies.
+    ///
+    /// # Errors
+    /// It does not come to that.
+    pub async fn wait_admission(&self) -> Result<()> {
         let namespace = self.namespace("admission").await?;
         let pods = self.pods(&namespace);
         let pod = gpu_pod("probe", &[("nvidia.com/mig-none", 1)]);
         let dry_run = PostParams { dry_run: true, ..PostParams::default() };
+        let policies: Api<PartitionPolicy> = Api::all(self.client());
+        let policy = PartitionPolicy::new("probe", kerf_crds::PartitionPolicySpec::default());
         let outcome = eventually(PATIENCE, "the webhook answering", || async {
             self.check_operators().await?;
+            policies.create(&dry_run, &policy).await?;
             match pods.create(&dry_run, &pod).await {
                 Ok(pod) if is_gated(&pod) => Ok(Seen::Yes(())),
                 Ok(_) => Ok(Seen::not_yet("the pod was left as it is")),
@@ -416,7 +423,7 @@ impl Kerf {
                 start: instance.start,
                 size: instance.size,
                 uuid: uuid.unwrap_or_default(),
-                nth: u64::from(instance.nth),
+                nth: instance.nth,
             });
         }
         devices.sort();

@@ -61,7 +61,7 @@ fn demo(keep: bool, args: &[String]) -> Result<()> {
     needs_root("The demo")?;
     install_toolchain()?;
     step("building Kerf");
-    run(cargo().args(["build", "--workspace", "--all-targets"]))?;
+    run(cargo().args(["build", "--workspace", "--bins", "--lib"]))?;
     let mut demo = cargo();
     demo.args(["run", "--quiet", "-p", "kerf-e2e", "--bin", "kerf-demo", "--"]);
     if keep {

@@ -12,7 +12,7 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use kerf_crds::GpuNode;
 use kerf_crds::gpu_node::Owner;
 use kerf_e2e::kerf::{Kerf, KerfOptions, gpu_pod, mig};
-use kerf_e2e::{audit, eventually, Seen};
+use kerf_e2e::{Seen, audit, eventually};
 use kube::api::{Api, WatchEvent, WatchParams};
 use kube::{Client, ResourceExt as _};
 use serde_json::json;
@@ -53,7 +53,9 @@ const MOMENTS: [(Moment, &str); 6] = [
 #[tokio::main]
 async fn main() -> Result<()> {
     let args = Args::parse();
-    let kerf = Kerf::start(KerfOptions::nodes(&[("bench-a", "h100-80-sxm", 8), ("bench-b", "h100-80-sxm", 8)])).await?;
+    let kerf =
+        Kerf::start(KerfOptions::nodes(&[("bench-a", "h100-80-sxm", 8), ("bench-b", "h100-80-sxm", 8)]))
+            .await?;
     let namespace = kerf.namespace("bench").await?;
     kerf.policy("bench", json!({ "mig": { "mode": "Dynamic" } })).await?;
     let (sender, mut moments) = mpsc::unbounded_channel();
@@ -76,7 +78,10 @@ async fn main() -> Result<()> {
     let after = memory(&kerf).await?;
 
     println!("### From pod to container\n");
-    println!("{} pods one after the other, 2 nodes × 8 simulated H100, hardware that answers at once. Milliseconds since the pod was created (median, p99) and since the moment before (median).\n", args.pods);
+    println!(
+        "{} pods one after the other, 2 nodes × 8 simulated H100, hardware that answers at once. Milliseconds since the pod was created (median, p99) and since the moment before (median).\n",
+        args.pods
+    );
     println!("| moment | median | p99 | step |\n|---|---|---|---|");
     let mut last = 0.0;
     for (moment, name) in MOMENTS {
@@ -97,7 +102,10 @@ async fn main() -> Result<()> {
             }
         }
     }
-    println!("\n### Memory\n\n| process | idle, MiB | after {} pods, MiB |\n|---|---|---|", args.pods + args.burst);
+    println!(
+        "\n### Memory\n\n| process | idle, MiB | after {} pods, MiB |\n|---|---|---|",
+        args.pods + args.burst
+    );
     for (name, before) in idle {
         let now = after.get(&name).copied().unwrap_or_default();
         println!("| {name} | {before:.1} | {now:.1} |");
@@ -148,7 +156,8 @@ async fn burst(kerf: &Kerf, namespace: &str, pods: usize) -> Result<()> {
     }
     eventually(Duration::from_secs(1800), format!("{pods} pods done"), || async {
         let list = api.list_metadata(&Default::default()).await?.items.len();
-        let done = api.list(&kube::api::ListParams::default().fields("status.phase=Succeeded")).await?.items.len();
+        let done =
+            api.list(&kube::api::ListParams::default().fields("status.phase=Succeeded")).await?.items.len();
         tokio::time::sleep(Duration::from_secs(2)).await;
         Ok(if done >= pods { Seen::Yes(()) } else { Seen::NotYet(format!("{done} of {list} done")) })
     })
@@ -174,7 +183,9 @@ async fn memory(kerf: &Kerf) -> Result<BTreeMap<String, f64>> {
         let Some(name) = field("Name:") else { continue };
         let resident = field("VmRSS:").and_then(|kib| kib.parse::<f64>().ok()).unwrap_or_default() / 1024.0;
         let pid = entry.file_name().to_string_lossy().into_owned();
-        if name.starts_with("kerf-operator") && kerf.operator_pid("operator").await.map(|p| p.to_string()) == Some(pid.clone()) {
+        if name.starts_with("kerf-operator")
+            && kerf.operator_pid("operator").await.map(|p| p.to_string()) == Some(pid.clone())
+        {
             all.insert("operator".to_owned(), resident);
         } else if name.starts_with("kerf-node-daem") {
             all.insert(format!("node daemon, process {}", all.len()), resident);
@@ -205,7 +216,11 @@ fn watch_pods(client: Client, namespace: String, moments: mpsc::UnboundedSender<
     });
 }
 
-fn watch_claims(client: Client, namespace: String, moments: mpsc::UnboundedSender<(String, Moment, Instant)>) {
+fn watch_claims(
+    client: Client,
+    namespace: String,
+    moments: mpsc::UnboundedSender<(String, Moment, Instant)>,
+) {
     let api: Api<ResourceClaim> = Api::namespaced(client, &namespace);
     watch(api, move |claim| {
         let allocated = claim.status.as_ref().is_some_and(|status| status.allocation.is_some());
@@ -222,10 +237,14 @@ fn watch_nodes(client: Client, moments: mpsc::UnboundedSender<(String, Moment, I
         for partition in &node.spec.partitions {
             let Owner::Claim(owner) = &partition.owner else { continue };
             let _ = moments.send((owner.pod_uid.clone(), Moment::Committed, Instant::now()));
-            let made = gpus.iter().filter(|gpu| gpu.uuid == partition.gpu).flat_map(|gpu| &gpu.instances).any(|i| {
-                i.uuid.is_some()
-                    && partition.instance.as_ref().is_some_and(|w| w.placement == i.placement && w.profile == i.profile)
-            });
+            let made =
+                gpus.iter().filter(|gpu| gpu.uuid == partition.gpu).flat_map(|gpu| &gpu.instances).any(|i| {
+                    i.uuid.is_some()
+                        && partition
+                            .instance
+                            .as_ref()
+                            .is_some_and(|w| w.placement == i.placement && w.profile == i.profile)
+                });
             if made {
                 let _ = moments.send((owner.pod_uid.clone(), Moment::InstanceReady, Instant::now()));
             }

@@ -75,11 +75,11 @@ fn two_operators_at_once_give_nothing_out_twice() {
                 kerf.policy(node, for_node(node, json!({ "mode": "Dynamic" }))).await?;
             }
             kerf.start_operator("second").await?;
-            let names: Vec<String> = (0..28).map(|index| format!("p{index}")).collect();
+            let names: Vec<String> = (0..21).map(|index| format!("p{index}")).collect();
             for (index, name) in names.iter().enumerate() {
                 let profile = ["1g.10gb", "2g.20gb", "3g.40gb"][index % 3];
                 kerf.create_pod(&namespace, &gpu_pod(name, &[(&mig(profile), 1)])).await?;
-                if index == 19 {
+                if index == 14 {
                     // The leader hangs in the middle of its work, as in a long pause of its machine: the other takes over,
                     // then the first wakes up and finishes what it was about to write. (Its webhook hangs with it.)
                     let pid = kerf.operator_pid("operator").await.context("no operator runs")?;
@@ -155,9 +155,8 @@ fn the_api_server_away_changes_nothing_for_running_pods() {
         kerf.create_pod(&namespace, &on(node, gpu_pod("after", &[(&mig("1g.10gb"), 1)]))).await?;
         kerf.wait_running(&namespace, "after").await?;
         let instances = kerf.sim(node)?.instances()?;
-        let same = instances
-            .iter()
-            .any(|i| i.start == before.devices[0].start && u64::from(i.nth) == before.devices[0].nth);
+        let same =
+            instances.iter().any(|i| i.start == before.devices[0].start && i.nth == before.devices[0].nth);
         ensure!(same, "the claimed instance was made anew: {instances:?}");
         Ok(())
     });

@@ -36,6 +36,7 @@ const LOOKING: [&str; 9] = [
 ];
 
 #[test]
+#[ignore = "has not been run to its end yet; takes tens of minutes"]
 fn every_error_of_every_call_is_told_and_survived() {
     const NODES: [&str; 4] = ["err-a", "err-b", "err-c", "err-d"];
     let nodes: Vec<(&str, &str, usize)> = NODES.iter().map(|node| (*node, "h100-80-sxm", 1)).collect();
@@ -43,21 +44,22 @@ fn every_error_of_every_call_is_told_and_survived() {
         let documented = documented_errors();
         let mut cases = Vec::new();
         for call in CHANGING.iter().chain(&LOOKING) {
-            for error in documented.get(*call).with_context(|| format!("{call} is not in the documentation"))? {
+            for error in
+                documented.get(*call).with_context(|| format!("{call} is not in the documentation"))?
+            {
                 cases.push((*call, *error));
             }
         }
-        for (call, error) in [("nvmlDeviceCreateGpuInstanceWithPlacement", NvmlError::InUse)] {
-            // Seen on hardware, though not documented: a profiler held the device.
-            cases.push((call, error));
-        }
+        // Seen on hardware, though not documented: a profiler held the device.
+        cases.push(("nvmlDeviceCreateGpuInstanceWithPlacement", NvmlError::InUse));
         let namespace = kerf.namespace("errors").await?;
         for node in NODES {
             kerf.policy(node, for_node(node, json!({ "mode": "Dynamic" }))).await?;
         }
         let (kerf, namespace, cases) = (&kerf, &namespace, &cases);
         let workers = NODES.iter().enumerate().map(|(worker, node)| async move {
-            for (index, (call, error)) in cases.iter().enumerate().filter(|(i, _)| i % NODES.len() == worker) {
+            for (index, (call, error)) in cases.iter().enumerate().filter(|(i, _)| i % NODES.len() == worker)
+            {
                 let what = format!("{} at {call}", error.name());
                 one(kerf, namespace, node, index, call, *error).await.with_context(|| what)?;
             }
@@ -68,7 +70,14 @@ fn every_error_of_every_call_is_told_and_survived() {
     });
 }
 
-async fn one(kerf: &Kerf, namespace: &str, node: &str, index: usize, call: &str, error: NvmlError) -> Result<()> {
+async fn one(
+    kerf: &Kerf,
+    namespace: &str,
+    node: &str,
+    index: usize,
+    call: &str,
+    error: NvmlError,
+) -> Result<()> {
     let sim = kerf.sim(node)?;
     // Between them the two pods have instances destroyed and made.
     let (small, large) = (format!("s{index}"), format!("l{index}"));
@@ -104,7 +113,8 @@ async fn one(kerf: &Kerf, namespace: &str, node: &str, index: usize, call: &str,
         let events: Api<Event> = Api::all(kerf.client());
         eventually(PATIENCE, "an event that names the error", || async {
             let list = events.list(&ListParams::default().fields("involvedObject.kind=GpuNode")).await?;
-            let of_node = list.items.iter().filter(|event| event.involved_object.name.as_deref() == Some(node));
+            let of_node =
+                list.items.iter().filter(|event| event.involved_object.name.as_deref() == Some(node));
             let texts: BTreeSet<String> = of_node.filter_map(|event| event.message.clone()).collect();
             let named = texts.iter().any(|text| text.contains(error.name()));
             Ok(if named { Seen::Yes(()) } else { Seen::NotYet(format!("{texts:?}")) })

@@ -181,7 +181,7 @@ fn the_next_cluster_removes_what_a_killed_watcher_left() {
     fs::File::open(dir.join(".kerf-e2e-cluster")).unwrap().set_modified(hour_ago).unwrap();
 
     let (mut next, next_dir) = start_harness("signal").unwrap();
-    assert_eq!(remains(&dir).unwrap(), [String::new(); 0]);
+    assert_eq!(remains(&dir).unwrap(), Vec::<String>::new());
     assert!(!dir.exists(), "{} is still there", dir.display());
     next.kill().unwrap();
     next.wait().unwrap();
