@@ -77,7 +77,10 @@ fn test(filters: &[String]) -> Result<()> {
     // Test clusters run programs of all packages, which `cargo test` alone would not all build.
     run(cargo().args(["build", "--workspace", "--bins", "--lib", "--examples"]))?;
     step("running the tests");
-    run(cargo().args(["test", "--workspace", "--no-fail-fast", "--"]).args(filters))
+    // One test at a time: several clusters starting at once starve each other's kubelets on two cores.
+    let mut tests = cargo();
+    tests.args(["test", "--workspace", "--no-fail-fast", "--", "--test-threads=1"]);
+    run(tests.args(filters))
 }
 
 fn toolchain() -> Result<()> {

@@ -506,7 +506,7 @@ async fn wait_api_server(client: &Client, components: &mut HashMap<Component, Pr
 async fn wait_node_ready(client: &Client, node: &Node) -> Result<()> {
     let (name, boot_id) = (node.name(), node.boot_id());
     let nodes: Api<NodeObject> = Api::all(client.clone());
-    eventually(Duration::from_secs(90), format!("node {name} Ready"), || async {
+    eventually(Duration::from_secs(300), format!("node {name} Ready"), || async {
         let Some(node) = nodes.get_opt(name).await? else { return Ok(Seen::not_yet("no Node object")) };
         let status = node.status.unwrap_or_default();
         let reported = status.node_info.map(|info| info.boot_id).unwrap_or_default();
