@@ -19,6 +19,7 @@ use serde_json::{Value, json};
 use crate::cluster::{Cluster, ClusterOptions, ControlPlaneOptions, NodeOptions, Program};
 use crate::images;
 use crate::install::{self, Overlay};
+use crate::shared;
 use crate::wait::{Seen, eventually, wait_pod_phase};
 
 /// Image with the GPU program that test pods run, and busybox.
@@ -666,4 +667,43 @@ pub fn mig(profile: &str) -> String {
 /// The path of a file of the repository.
 pub fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
+}
+
+/// Runs a test with a cluster of its own.
+pub fn alone<F, Fut>(options: KerfOptions, test: F)
+where
+    F: FnOnce(Kerf) -> Fut + Send + 'static,
+    Fut: Future<Output = Result<()>> + Send,
+{
+    shared::run(async move { test(Kerf::start(options).await?).await });
+}
+
+/// Keeps a pod to one node.
+pub fn on(node: &str, mut pod: Pod) -> Pod {
+    if let Some(spec) = &mut pod.spec {
+        spec.node_selector = Some([("kubernetes.io/hostname".to_owned(), node.to_owned())].into());
+    }
+    pod
+}
+
+/// A policy's spec for one node.
+pub fn for_node(node: &str, mig: Value) -> Value {
+    json!({ "nodeSelector": { "matchLabels": { "kubernetes.io/hostname": node } }, "mig": mig })
+}
+
+/// Checks that no slice is in two pods.
+///
+/// # Errors
+/// Names the two that overlap.
+pub fn no_overlap(pods: &[Running]) -> Result<()> {
+    let all: Vec<_> =
+        pods.iter().flat_map(|pod| pod.devices.iter().map(move |device| (&pod.pod, device))).collect();
+    for (i, (a_pod, a)) in all.iter().enumerate() {
+        for (b_pod, b) in &all[i + 1..] {
+            if a.gpu == b.gpu && a.start < b.start + b.size && b.start < a.start + a.size {
+                bail!("{a_pod} on {a:?} and {b_pod} on {b:?} overlap");
+            }
+        }
+    }
+    Ok(())
 }

@@ -21,6 +21,19 @@ pub fn runtime() -> &'static Runtime {
     &RUNTIME
 }
 
+/// Runs a test to its end. An error fails it; the panic hook keeps the logs of the clusters.
+///
+/// # Panics
+/// The test failed.
+pub fn run(test: impl Future<Output = Result<()>> + Send + 'static) {
+    match runtime().block_on(runtime().spawn(test)) {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => panic!("{error:#}"),
+        Err(ended) if ended.is_panic() => resume_unwind(ended.into_panic()),
+        Err(ended) => panic!("the test was cancelled: {ended}"),
+    }
+}
+
 /// A shared cluster, started by the first test that asks for it and ended by the end of the program. A program may have
 /// several, as statics, for tests that need differing options.
 #[derive(Debug)]
@@ -61,7 +74,7 @@ impl Shared {
         Fut: Future<Output = Result<()>> + Send,
     {
         let name = name.to_owned();
-        let outcome = runtime().block_on(runtime().spawn(async move {
+        run(async move {
             let cluster = self.get().await?;
             let namespaces: Api<Namespace> = Api::all(cluster.client());
             let metadata = ObjectMeta { generate_name: Some(format!("{name}-")), ..ObjectMeta::default() };
@@ -75,13 +88,6 @@ impl Shared {
                 .await
                 .context("failed to delete the namespace")?;
             anyhow::Ok(())
-        }));
-        match outcome {
-            Ok(Ok(())) => {}
-            // The panic hook keeps the logs.
-            Ok(Err(error)) => panic!("{error:#}"),
-            Err(ended) if ended.is_panic() => resume_unwind(ended.into_panic()),
-            Err(ended) => panic!("the test was cancelled: {ended}"),
-        }
+        });
     }
 }

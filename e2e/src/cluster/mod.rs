@@ -26,6 +26,7 @@ use kerf_toolchain::Toolchain;
 use kube::api::{Api, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
+use nix::sys::inotify::{InitFlags, Inotify};
 
 use crate::audit::{self, Write};
 use crate::helper;
@@ -86,6 +87,7 @@ impl Cluster {
     /// logs are kept and the message says where.
     pub async fn start(options: ClusterOptions) -> Result<Self> {
         require_root()?;
+        require_inotify(options.nodes.len())?;
         let toolchain =
             tokio::task::spawn_blocking(|| Toolchain::ensure(&|line| eprintln!("toolchain: {line}")))
                 .await
@@ -439,6 +441,29 @@ fn require_root() -> Result<()> {
             "the test cluster needs root: its nodes are mount and PID namespaces with cgroups and overlay mounts of \
              their own; run the command with sudo"
         );
+    }
+    Ok(())
+}
+
+/// A kubelet that gets no inotify instance says so in its log and never registers: this finds out beforehand.
+fn require_inotify(nodes: usize) -> Result<()> {
+    // Counted on running clusters: kubelet 7, containerd 2, the node daemon 1; API server and kube-scheduler 4.
+    let needed = 10 * nodes + 4;
+    let mut held = Vec::new();
+    for _ in 0..needed {
+        match Inotify::init(InitFlags::IN_CLOEXEC) {
+            Ok(instance) => held.push(instance),
+            Err(error) => {
+                let limit = fs::read_to_string("/proc/sys/fs/inotify/max_user_instances").unwrap_or_default();
+                bail!(
+                    "a cluster of {nodes} nodes needs {needed} inotify instances, and only {} are free ({error}); of \
+                     root's {} (sysctl fs.inotify.max_user_instances), other programs hold the rest: end other \
+                     clusters, or raise the limit",
+                    held.len(),
+                    limit.trim()
+                );
+            }
+        }
     }
     Ok(())
 }

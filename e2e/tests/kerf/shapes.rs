@@ -6,12 +6,12 @@ use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kerf_e2e::install::apply_yaml;
-use kerf_e2e::kerf::{JobReport, Kerf, PATIENCE, gpu_container, gpu_pod, mig, pod_of};
+use kerf_e2e::kerf::{JobReport, Kerf, PATIENCE, for_node, gpu_container, gpu_pod, mig, on, pod_of};
 use kerf_e2e::{Seen, eventually, wait_pod_phase};
 use kube::api::{Api, DeleteParams, LogParams, PostParams};
 use serde_json::{Value, json};
 
-use crate::kerf::{for_node, on, test};
+use crate::shared::test;
 
 const NODE: &str = "shapes-a";
 

@@ -1,10 +1,10 @@
 //! A user's first day: pods ask for MIG slices, GPUs reshape under them, neighbours never notice.
 
 use anyhow::{Result, ensure};
-use kerf_e2e::kerf::{Kerf, Running, gpu_pod, mig};
+use kerf_e2e::kerf::{Kerf, Running, for_node, gpu_pod, mig, no_overlap, on};
 use serde_json::json;
 
-use crate::kerf::{for_node, on, test};
+use crate::shared::test;
 
 /// Fills one GPU of the node with small instances, then mixes, then takes it whole.
 async fn fill_mix_whole(kerf: &Kerf, namespace: &str, node: &str, story: &Story) -> Result<()> {
@@ -55,18 +55,6 @@ async fn fill_mix_whole(kerf: &Kerf, namespace: &str, node: &str, story: &Story)
 
 struct Story {
     rounds: &'static [&'static [&'static str]],
-}
-
-pub(crate) fn no_overlap(pods: &[Running]) -> Result<()> {
-    let all: Vec<_> =
-        pods.iter().flat_map(|pod| pod.devices.iter().map(move |device| (&pod.pod, device))).collect();
-    for (i, (a_pod, a)) in all.iter().enumerate() {
-        for (b_pod, b) in &all[i + 1..] {
-            let apart = a.gpu != b.gpu || a.start + a.size <= b.start || b.start + b.size <= a.start;
-            ensure!(apart, "{a_pod} on {a:?} and {b_pod} on {b:?} overlap");
-        }
-    }
-    Ok(())
 }
 
 #[test]

@@ -6,15 +6,13 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use axum::http::Method;
-use kerf_e2e::kerf::{Kerf, KerfOptions, PATIENCE, gpu_pod, mig};
+use kerf_e2e::kerf::{Kerf, KerfOptions, PATIENCE, alone, for_node, gpu_pod, mig, on};
 use kerf_e2e::proxy::{Matching, Proxy, Side};
 use kerf_e2e::{Component, Seen, eventually};
 use kerf_node_daemon::step::{Step as DaemonStep, StepKind};
 use kerf_planner::protocol::{Step, Waiting};
 use kerf_sim::{Occurrence, When};
 use serde_json::json;
-
-use crate::kerf::{alone, for_node, on};
 
 /// A kubelet that starts a container again at once, however often it ends.
 fn quick_restarts(mut options: KerfOptions) -> KerfOptions {

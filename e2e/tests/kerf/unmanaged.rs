@@ -3,11 +3,11 @@
 use anyhow::{Result, ensure};
 use kerf_crds::gpu_node::Gpu;
 use kerf_e2e::install::apply_yaml;
-use kerf_e2e::kerf::{Kerf, PATIENCE, gpu_pod, mig};
+use kerf_e2e::kerf::{Kerf, PATIENCE, for_node, gpu_pod, mig, on};
 use kerf_e2e::{Seen, eventually};
 use serde_json::json;
 
-use crate::kerf::{for_node, on, test};
+use crate::shared::test;
 
 async fn wait_gpu(
     kerf: &Kerf,

@@ -8,7 +8,7 @@ use kube::Api;
 use kube::api::PostParams;
 use serde_json::{Value, json};
 
-use crate::kerf::test;
+use crate::shared::test;
 
 /// A Job of pods that run for half a second on one instance each.
 fn job(name: &str, completions: u32, profile: &str) -> Result<Job> {

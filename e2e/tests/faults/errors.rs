@@ -5,14 +5,12 @@ use std::collections::BTreeSet;
 
 use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::api::core::v1::Event;
-use kerf_e2e::kerf::{Kerf, KerfOptions, PATIENCE, gpu_pod, mig};
+use kerf_e2e::kerf::{Kerf, KerfOptions, PATIENCE, alone, for_node, gpu_pod, mig, on};
 use kerf_e2e::{Seen, eventually};
 use kerf_sim::{NvmlError, Occurrence, documented_errors};
 use kube::Api;
 use kube::api::ListParams;
 use serde_json::json;
-
-use crate::kerf::{alone, for_node, on};
 
 /// Calls that change the hardware: their errors must be told.
 const CHANGING: [&str; 4] = [

@@ -6,12 +6,18 @@ use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kerf_e2e::images::{BOX, image_from_binaries};
 use kerf_e2e::install::{Overlay, apply_yaml};
-use kerf_e2e::{Cluster, Seen, audit, eventually, wait_pod_phase};
+use kerf_e2e::shared::Shared;
+use kerf_e2e::{Cluster, ClusterOptions, Seen, audit, eventually, wait_pod_phase};
 use kube::Client;
 use kube::api::{Api, DeleteParams, PostParams};
 use serde_json::{Value, json};
 
-use crate::SHARED;
+/// Two nodes, with an audit log.
+static SHARED: Shared = Shared::new(|| {
+    let mut options = ClusterOptions::default();
+    options.control_plane.audit = true;
+    options
+});
 
 const MINUTE: Duration = Duration::from_secs(60);
 

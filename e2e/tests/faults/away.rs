@@ -5,12 +5,10 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::api::core::v1::Pod;
 use kerf_e2e::images::BOX;
-use kerf_e2e::kerf::{Kerf, KerfOptions, PATIENCE, gpu_pod, mig};
+use kerf_e2e::kerf::{Kerf, KerfOptions, PATIENCE, alone, for_node, gpu_pod, mig, no_overlap, on};
 use kerf_e2e::{Seen, eventually, wait_pod_phase};
 use kube::api::{Api, DeleteParams, PostParams};
 use serde_json::json;
-
-use crate::kerf::{alone, for_node, on};
 
 fn plain_pod(name: &str) -> Result<Pod> {
     Ok(serde_json::from_value(json!({
@@ -93,7 +91,7 @@ fn two_operators_at_once_give_nothing_out_twice() {
             for name in &names {
                 all.push(kerf.wait_running(&namespace, name).await?);
             }
-            crate::story::no_overlap(&all)?;
+            no_overlap(&all)?;
             kerf.check_operators().await?;
             for name in &names {
                 kerf.delete_pod(&namespace, name).await?;

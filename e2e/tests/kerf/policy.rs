@@ -2,11 +2,11 @@
 
 use anyhow::{Result, ensure};
 use kerf_crds::gpu_node::{Owner, PolicyInstance};
-use kerf_e2e::kerf::{Kerf, PATIENCE, gpu_pod, mig};
+use kerf_e2e::kerf::{Kerf, PATIENCE, for_node, gpu_pod, mig, on};
 use kerf_e2e::{Seen, eventually};
 use serde_json::json;
 
-use crate::kerf::{for_node, on, test};
+use crate::shared::test;
 
 /// Waits until the node's instances are, by profile and sorted, exactly these.
 async fn wait_layout(kerf: &Kerf, node: &str, expected: &[&str]) -> Result<()> {

@@ -15,7 +15,7 @@ use anyhow::{Context as _, Result, bail};
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kerf_crds::GpuNode;
 use kerf_e2e::kerf::{Kerf, KerfOptions, PATIENCE};
-use kerf_e2e::shared::runtime;
+use kerf_e2e::shared::run;
 use kerf_e2e::{Seen, eventually};
 use kube::api::{Api, PostParams};
 use serde_json::{Value, json};
@@ -29,14 +29,7 @@ where
     F: FnOnce(&'static Kerf) -> Fut + Send + 'static,
     Fut: Future<Output = Result<()>> + Send,
 {
-    let outcome =
-        runtime().block_on(runtime().spawn(async move { test(KERF.get_or_try_init(start).await?).await }));
-    match outcome {
-        Ok(Ok(())) => {}
-        Ok(Err(error)) => panic!("{error:#}"),
-        Err(ended) if ended.is_panic() => std::panic::resume_unwind(ended.into_panic()),
-        Err(ended) => panic!("the test was cancelled: {ended}"),
-    }
+    run(async move { test(KERF.get_or_try_init(start).await?).await });
 }
 
 /// Starts Kerf, and waits until the API server acts on its admission policies: it does a moment after they are there.

@@ -2,10 +2,8 @@
 //! nothing to the others; the operator is everybody's.
 
 use anyhow::{Context as _, Result};
-use k8s_openapi::api::core::v1::Pod;
 use kerf_e2e::kerf::{Kerf, KerfOptions};
-use kerf_e2e::shared::runtime;
-use serde_json::json;
+use kerf_e2e::shared::run;
 use tokio::sync::OnceCell;
 
 /// Name, model and number of GPUs of each node. The first word of a name is the test module that it belongs to.
@@ -31,48 +29,16 @@ where
     F: FnOnce(&'static Kerf, String) -> Fut + Send + 'static,
     Fut: Future<Output = Result<()>> + Send,
 {
-    let outcome = runtime().block_on(runtime().spawn(async move {
+    run(async move {
         let kerf = KERF.get_or_try_init(|| Kerf::start(KerfOptions::nodes(NODES))).await?;
         let namespace = kerf.namespace(name).await?;
         test(kerf, namespace.clone()).await?;
         delete_namespace(kerf, &namespace).await
-    }));
-    finish(outcome);
-}
-
-/// Runs a test with a cluster of its own.
-pub(crate) fn alone<F, Fut>(options: KerfOptions, test: F)
-where
-    F: FnOnce(Kerf) -> Fut + Send + 'static,
-    Fut: Future<Output = Result<()>> + Send,
-{
-    finish(runtime().block_on(runtime().spawn(async move { test(Kerf::start(options).await?).await })));
-}
-
-fn finish(outcome: std::result::Result<Result<()>, tokio::task::JoinError>) {
-    match outcome {
-        Ok(Ok(())) => {}
-        Ok(Err(error)) => panic!("{error:#}"),
-        Err(ended) if ended.is_panic() => std::panic::resume_unwind(ended.into_panic()),
-        Err(ended) => panic!("the test was cancelled: {ended}"),
-    }
+    });
 }
 
 async fn delete_namespace(kerf: &Kerf, namespace: &str) -> Result<()> {
     let api: kube::Api<k8s_openapi::api::core::v1::Namespace> = kube::Api::all(kerf.client());
     api.delete(namespace, &Default::default()).await.context("failed to delete the namespace")?;
     kerf.wait_no_leak(namespace).await
-}
-
-/// Keeps a pod to one node.
-pub(crate) fn on(node: &str, mut pod: Pod) -> Pod {
-    if let Some(spec) = &mut pod.spec {
-        spec.node_selector = Some([("kubernetes.io/hostname".to_owned(), node.to_owned())].into());
-    }
-    pod
-}
-
-/// A policy's spec for one node, `mig` merged in.
-pub(crate) fn for_node(node: &str, mig: serde_json::Value) -> serde_json::Value {
-    json!({ "nodeSelector": { "matchLabels": { "kubernetes.io/hostname": node } }, "mig": mig })
 }

@@ -1,0 +1,4 @@
+//! The test cluster itself, on which all other tests stand.
+
+mod guard;
+mod harness;

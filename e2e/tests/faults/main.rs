@@ -1,0 +1,5 @@
+//! Kerf with its parts killed, away and in error. Each test has a cluster of its own.
+
+mod away;
+mod crash;
+mod errors;
