@@ -42,7 +42,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         state: state.clone(),
         driver: Driver::new(&config.driver_root),
         ours: Ours::load(&config.state_dir, &boot_id),
-        health: Health::default(),
+        health: Health::load(&config.state_dir, &boot_id),
         notes,
         verdicts: verdict,
         pace: Arc::new(Semaphore::new(PACE)),

@@ -49,6 +49,8 @@ pub struct Gpu {
     pub memory_bytes: u64,
     /// MIG mode.
     pub mig: ObservedMig,
+    /// Whether the driver says that the GPU must be reset, or the node booted; `None` from a driver that does not tell.
+    pub recovery_needed: Option<bool>,
     /// What it can be cut into; `None` if it cannot be cut, or if that cannot be read while MIG is off.
     pub geometry: Option<Arc<Geometry>>,
     /// Present: not Kerf's to manage, and why. Its devices are not published and its hardware is not touched.

@@ -49,17 +49,13 @@ pub async fn run(context: Context, rounds: watch::Sender<u64>) -> anyhow::Result
     let mut known: BTreeMap<String, Identity> = BTreeMap::new();
     let (xid_sender, mut xids) = mpsc::channel(64);
     spawn_xid_thread(context.driver.clone(), xid_sender)?;
-    let mut departures = context.driver.departures();
     let mut node = Inventory { boot_id: ours::boot_id(), ..Inventory::default() };
     loop {
         let driver = context.driver.clone();
         let found = tokio::task::spawn_blocking(move || look_around(&driver)).await?;
+        context.health.follow(context.driver.departures());
         let pause = match found {
             Ok(found) => {
-                if departures != context.driver.departures() {
-                    departures = context.driver.departures();
-                    context.health.forget_all();
-                }
                 let new = name_gpus(&found.gpus, &known);
                 node.unavailable = None;
                 node.driver_version = found.versions.driver;
@@ -152,6 +148,8 @@ fn spawn_xid_thread(driver: Driver, xids: mpsc::Sender<Xid>) -> std::io::Result<
 }
 
 fn note_xid(context: &Context, xid: &Xid) {
+    // What failed before the driver went is forgotten first, so that this is not.
+    context.health.follow(context.driver.departures());
     match context.health.note(xid) {
         Some(Reason { reason, message }) => {
             tracing::error!("{message}");

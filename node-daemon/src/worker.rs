@@ -251,6 +251,9 @@ impl Worker {
             tracing::warn!("{}", reason.message);
             self.note(true, &reason.reason, "Look", reason.message.clone());
         }
+        if gone {
+            self.context.health.note_loss(&self.identity.uuid);
+        }
         if gone || self.last.is_none() {
             let mut gpu = self.last.clone().unwrap_or_else(|| Gpu {
                 name: self.identity.name.clone(),

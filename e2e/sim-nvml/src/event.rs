@@ -30,8 +30,8 @@ const NO_INSTANCE: u32 = u32::MAX;
 struct SetHandle(u64);
 
 /// What a set is registered for.
-#[derive(Default)]
 struct EventSet {
+    watch: Arc<Watch>,
     registrations: Vec<Registration>,
     /// The first event not yet looked at.
     next: u64,
@@ -64,13 +64,15 @@ fn find(handle: SetHandle) -> Result<Arc<Mutex<EventSet>>> {
 }
 
 nvml! {
-    fn nvmlEventSetCreate(set: Out<SetHandle>) |_call| {
+    fn nvmlEventSetCreate(set: Out<SetHandle>) |call| {
         set.check()?;
+        let watch = Arc::new(Watch::new(&call.store.file("events"))?);
+        let events = EventSet { watch, registrations: Vec::new(), next: 0, told_lost: Vec::new() };
         let mut sets = locked(&SETS);
         let sets = sets.get_or_insert_default();
         sets.last += 1;
         let handle = SetHandle(0x6b73_0000_0000 | sets.last);
-        sets.open.insert(handle, Arc::default());
+        sets.open.insert(handle, Arc::new(Mutex::new(events)));
         set.set(handle)
     }
 
@@ -117,11 +119,11 @@ nvml! {
     }
 }
 
-/// Waits without polling: the store touches a file of its own for events, and inotify tells of it.
+/// Waits without polling: the store touches a file of its own for events, and inotify tells of it. The set has been
+/// watching since it was made, so no event falls between two waits, and none is lost for want of a descriptor.
 fn wait(call: &Call, set: &Mutex<EventSet>, timeout_ms: u32) -> Result<EventData> {
     let end = Instant::now() + Duration::from_millis(timeout_ms.into());
-    // Watched before the first look, so that no event falls in between.
-    let watch = Watch::new(&call.store.file("events"))?;
+    let watch = locked(set).watch.clone();
     loop {
         let state = call.store.read()?;
         if let Some(event) = locked(set).take(&state)? {

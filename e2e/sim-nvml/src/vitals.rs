@@ -12,6 +12,8 @@ use crate::types::{FieldValue, Temperature, Utilization, version_of};
 const FIELD_RESETLESS_MIG: u32 = 184;
 /// `NVML_FI_DEV_IS_MIG_MODE_INDEPENDENT_MIG_QUERY_CAPABLE`.
 const FIELD_MIG_QUERY_IN_ANY_MODE: u32 = 199;
+/// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`: 0 none, 1 a reset of the GPU.
+const FIELD_RECOVERY_ACTION: u32 = 230;
 /// `NVML_VALUE_TYPE_UNSIGNED_INT`.
 const UNSIGNED_INT: u32 = 1;
 
@@ -31,6 +33,7 @@ nvml! {
             let mut value = slot.get()?;
             let found = match value.field_id {
                 FIELD_RESETLESS_MIG | FIELD_MIG_QUERY_IN_ANY_MODE => resetless.map(u64::from),
+                FIELD_RECOVERY_ACTION => Some(target.gpu.needs_reset.into()),
                 _ => None,
             };
             value.timestamp = 0;

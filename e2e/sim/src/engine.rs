@@ -226,6 +226,7 @@ impl Gpu {
         self.drop_instances();
         self.mig_current = self.mig_pending;
         self.compute_mode = 0;
+        self.needs_reset = false;
     }
 
     /// What a reload of the kernel module does: a reset, and MIG mode is lost where it is not kept on the board.

@@ -11,6 +11,10 @@ use crate::procs::{Client, Clients};
 use crate::state::{CapNodes, Counts, Delay, EVENT_XID, Gpu, Hold, MigUuids, Options, Pci, State};
 use crate::{Error, Model, NvmlError, Store, caps, tree, uuid};
 
+/// Of the XIDs after which a GPU must be reset, those that every driver knows: double-bit ECC error, off the bus,
+/// uncontained ECC error, GSP timeout.
+const RESET_XIDS: [u64; 4] = [48, 79, 95, 119];
+
 pub use crate::state::Driver;
 
 /// What a new node consists of.
@@ -280,7 +284,7 @@ impl SimNode {
     /// An XID error of the GPU or of one of its GPU instances.
     pub fn xid(&self, gpu: usize, gpu_instance: Option<u32>, code: u64) -> Result<(), Error> {
         self.change(|state| {
-            gpu_at(state, gpu)?;
+            gpu_at_mut(state, gpu)?.needs_reset |= RESET_XIDS.contains(&code);
             state.event(gpu, EVENT_XID, code, gpu_instance, None);
             Ok(())
         })
@@ -626,6 +630,7 @@ fn new_gpu(node: &str, index: usize, spec: &GpuSpec, model: &Model) -> Result<Gp
         compute_mode: 0,
         persistence: false,
         lost: false,
+        needs_reset: false,
         instances: Vec::new(),
         counts: Counts::default(),
     })

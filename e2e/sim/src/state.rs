@@ -104,6 +104,8 @@ pub struct Gpu {
     pub persistence: bool,
     /// Fallen off the bus.
     pub lost: bool,
+    /// An XID has left it in need of a reset.
+    pub needs_reset: bool,
     pub instances: Vec<GpuInstance>,
     pub counts: Counts,
 }

@@ -13,6 +13,10 @@ use crate::inventory::{ComputeInstance, Gpu, Instance, Process};
 /// First architecture on which MIG mode is switched without a reset: `NVML_DEVICE_ARCH_HOPPER`.
 const ARCH_HOPPER: u32 = 9;
 
+/// `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`, which the bindings do not have, and `NVML_GPU_RECOVERY_ACTION_NONE`.
+const GPU_RECOVERY_ACTION: u32 = 230;
+const RECOVERY_ACTION_NONE: u32 = 0;
+
 /// How a GPU is found again.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
@@ -69,6 +73,7 @@ fn fixed_part(raw: &RawGpu<'_>, identity: &Identity) -> Result<Gpu, Failure> {
             Ok(memory) => memory.total.saturating_sub(memory.reserved),
             Err(_) => raw.total_memory()?,
         },
+        recovery_needed: raw.field(GPU_RECOVERY_ACTION).ok().map(|action| action != RECOVERY_ACTION_NONE),
         ..Gpu::default()
     })
 }

@@ -464,36 +464,56 @@ impl<'l> RawGpu<'l> {
 /// A critical XID as NVML tells it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Xid {
-    /// UUID of the GPU; `None` if the handle in the event is already dead.
+    /// UUID of the GPU; `None` if the library names one that was not registered.
     pub gpu: Option<String>,
     pub code: u64,
     /// The GPU instance that it is about, where it is about one.
     pub gpu_instance: Option<u32>,
 }
 
-/// Waits for critical XIDs of all GPUs that were there when it was made.
+/// Waits for critical XIDs of the GPUs that the library counts.
 #[derive(Debug)]
 pub struct XidWatch<'l> {
     library: &'l Library,
     set: sys::nvmlEventSet_t,
+    /// UUIDs of the registered GPUs by handle: one that has fallen off the bus cannot be asked for it any more.
+    registered: Vec<(sys::nvmlDevice_t, String)>,
+    /// Index of each GPU that is not registered, and why the last try failed.
+    missing: Vec<(u32, Option<Failure>)>,
 }
 
 impl<'l> XidWatch<'l> {
-    /// Registers every GPU. One that cannot report events is left out.
+    /// Registers every GPU that will.
     pub fn new(library: &'l Library) -> Result<Self> {
         let mut set = std::ptr::null_mut();
         call!(library, nvmlEventSetCreate as "nvmlEventSetCreate"(&mut set))?;
-        let watch = Self { library, set };
+        let mut watch = Self { library, set, registered: Vec::new(), missing: Vec::new() };
         let count = library.nvml.device_count().map_err(|error| failed("nvmlDeviceGetCount", &error))?;
-        for index in 0..count {
-            let Ok(gpu) = library.gpu_by_index(index) else { continue };
-            let kinds = u64::from(sys::nvmlEventTypeXidCriticalError);
-            if let Err(failure) = call!(library, nvmlDeviceRegisterEvents as "nvmlDeviceRegisterEvents"(gpu.handle(), kinds, watch.set))
-            {
-                tracing::debug!(index, %failure, "this GPU reports no XIDs");
+        watch.missing = (0..count).map(|index| (index, None)).collect();
+        watch.register_missing();
+        Ok(watch)
+    }
+
+    /// Tries again to register the GPUs that could not be registered. One that has no such events is given up.
+    pub fn register_missing(&mut self) {
+        for (index, before) in std::mem::take(&mut self.missing) {
+            let Err(failure) = self.register(index) else { continue };
+            if before.as_ref() != Some(&failure) {
+                tracing::warn!(index, %failure, "XIDs of this GPU are not noticed");
+            }
+            if failure.code != Code::NOT_SUPPORTED {
+                self.missing.push((index, Some(failure)));
             }
         }
-        Ok(watch)
+    }
+
+    fn register(&mut self, index: u32) -> Result<()> {
+        let gpu = self.library.gpu_by_index(index)?;
+        let uuid = gpu.device.uuid().of("nvmlDeviceGetUUID")?;
+        let kinds = u64::from(sys::nvmlEventTypeXidCriticalError);
+        call!(self.library, nvmlDeviceRegisterEvents as "nvmlDeviceRegisterEvents"(gpu.handle(), kinds, self.set))?;
+        self.registered.push((gpu.handle(), uuid));
+        Ok(())
     }
 
     /// The next XID, or `None` after `timeout_ms`.
@@ -502,12 +522,10 @@ impl<'l> XidWatch<'l> {
         let mut data: sys::nvmlEventData_t = unsafe { std::mem::zeroed() };
         match call!(self.library, nvmlEventSetWait_v2 as "nvmlEventSetWait"(self.set, &mut data, timeout_ms))
         {
-            Ok(()) if data.eventType & u64::from(sys::nvmlEventTypeXidCriticalError) == 0 => Ok(None),
             Ok(()) => {
-                // SAFETY: the library has just filled in the handle of the device that the event is about.
-                let device = unsafe { Device::new(data.device, &self.library.nvml) };
+                let known = self.registered.iter().find(|(handle, _)| *handle == data.device);
                 Ok(Some(Xid {
-                    gpu: device.uuid().ok(),
+                    gpu: known.map(|(_, uuid)| uuid.clone()),
                     code: data.eventData,
                     gpu_instance: Some(data.gpuInstanceId).filter(|id| *id != NO_INSTANCE),
                 }))

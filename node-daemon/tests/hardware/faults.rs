@@ -1,13 +1,15 @@
 //! Errors of the driver: named, retried, and gone when they are.
 
 use kerf_crds::conditions::node_reason;
+use kerf_node_daemon::inventory::Inventory;
 use kerf_node_daemon::step::{Step, StepKind};
 use kerf_sim::{GpuSpec, NodeSpec, NvmlError, Occurrence};
 
 use crate::node::{Node, claim, eventually, managed};
 
 fn a100(count: usize) -> Node {
-    Node::new(NodeSpec::new("n", vec![GpuSpec::new("a100-80").in_mig_mode(); count]))
+    let gpus = vec![GpuSpec::new("a100-80").in_mig_mode(); count];
+    Node::new(NodeSpec { log_calls: true, ..NodeSpec::new("n", gpus) })
 }
 
 #[tokio::test]
@@ -110,7 +112,7 @@ async fn a_lost_gpu_is_unhealthy_and_its_neighbour_is_served() {
     daemon.settle(1, &entries, &first).await;
     node.sim.lose_gpu(0).unwrap();
     daemon.state.request_scan();
-    let is_lost = |inventory: &kerf_node_daemon::inventory::Inventory| {
+    let is_lost = |inventory: &Inventory| {
         let unhealthy = inventory.gpus[0].unhealthy.as_ref();
         unhealthy.is_some_and(|reason| reason.reason == node_reason::GPU_LOST)
     };
@@ -125,6 +127,65 @@ async fn a_lost_gpu_is_unhealthy_and_its_neighbour_is_served() {
     daemon.until("a healthy GPU", |inventory| inventory.gpus[0].unhealthy.is_none()).await;
 }
 
+/// Whether the daemon has noticed XID 79 on GPU 1.
+fn off_the_bus(inventory: &Inventory) -> bool {
+    inventory.gpus[1].unhealthy.as_ref().is_some_and(|why| why.reason == "Xid79")
+}
+
+#[tokio::test]
+async fn an_xid_during_a_wait_that_fails_is_noticed_after_it() {
+    for error in [NvmlError::OperatingSystem, NvmlError::GpuIsLost, NvmlError::Unknown] {
+        let node = a100(2);
+        let daemon = node.start();
+        node.watches_xids(1).await;
+        // The wait that is on is not met; the one after the first event is.
+        node.sim.inject("nvmlEventSetWait", error, Occurrence::Times(2), None).unwrap();
+        node.sim.xid(1, None, 31).unwrap();
+        node.sim.xid(1, None, 79).unwrap();
+        daemon.until(&format!("failed GPU after {error:?}"), off_the_bus).await;
+    }
+}
+
+#[tokio::test]
+async fn xids_are_noticed_though_registering_for_them_failed_at_first() {
+    let node = a100(2);
+    node.sim.inject("nvmlDeviceRegisterEvents", NvmlError::Unknown, Occurrence::Once, Some(1)).unwrap();
+    let daemon = node.start();
+    node.watches_xids(1).await;
+    node.sim.xid(1, None, 79).unwrap();
+    daemon.until("failed GPU", off_the_bus).await;
+}
+
+#[tokio::test]
+async fn xids_are_noticed_after_waits_that_fail_for_good_and_after_a_reload_of_the_driver() {
+    let node = a100(2);
+    let daemon = node.start();
+    node.watches_xids(1).await;
+    node.sim.inject("nvmlEventSetWait", NvmlError::Unknown, Occurrence::Times(5), None).unwrap();
+    node.sim.xid(0, None, 31).unwrap();
+    // Another set of events; whether the wait was at fault, nobody can tell.
+    node.watches_xids(1).await;
+    node.sim.unload_driver().unwrap();
+    node.sim.inject("nvmlDeviceGetCount", NvmlError::Uninitialized, Occurrence::Once, None).unwrap();
+    daemon.state.request_scan();
+    daemon.until("no driver", |inventory| inventory.unavailable.is_some()).await;
+    node.sim.reload_driver().unwrap();
+    node.watches_xids(1).await;
+    node.sim.xid(1, None, 79).unwrap();
+    daemon.until("failed GPU", off_the_bus).await;
+}
+
+#[tokio::test]
+async fn the_xid_of_a_gpu_that_cannot_be_asked_any_more_names_it() {
+    let node = a100(2);
+    let mut daemon = node.start();
+    let uuid = daemon.inventory().await.gpus[1].uuid.clone();
+    node.watches_xids(1).await;
+    node.sim.lose_gpu(1).unwrap();
+    let note = daemon.note("the XID", |note| note.reason == "Xid79").await;
+    assert!(note.message.contains(&uuid), "{}", note.message);
+}
+
 #[tokio::test]
 async fn an_xid_marks_what_it_is_about() {
     let node = a100(1);
@@ -133,6 +194,7 @@ async fn an_xid_marks_what_it_is_about() {
     let wanted = [claim(&gpu, "3g.40gb", 0, 4), claim(&gpu, "3g.40gb", 4, 4)];
     daemon.settle(1, &[managed(&gpu)], &wanted).await;
     let failing = node.sim.instances().unwrap().into_iter().find(|instance| instance.start == 4).unwrap();
+    node.watches_xids(0).await;
     node.sim.xid(0, Some(failing.gi), 31).unwrap();
     node.sim.xid(0, Some(failing.gi), 94).unwrap();
     let inventory = daemon
@@ -148,4 +210,20 @@ async fn an_xid_marks_what_it_is_about() {
         .collect();
     assert_eq!(marked, [(0, false), (4, true)]);
     daemon.note("the XID", |note| note.reason == "Xid94").await;
+}
+
+#[tokio::test]
+async fn a_failed_gpu_stays_failed_over_a_restart_of_the_daemon_until_it_is_reset() {
+    let node = a100(2);
+    let daemon = node.start();
+    node.watches_xids(1).await;
+    node.sim.xid(1, None, 48).unwrap();
+    let has_failed = |inventory: &Inventory| inventory.gpus[1].unhealthy.is_some();
+    daemon.until("failed GPU", has_failed).await;
+    drop(daemon);
+    let daemon = node.start();
+    assert!(has_failed(&*daemon.inventory().await));
+    drop(daemon);
+    node.sim.reset_gpu(1).unwrap();
+    assert!(!has_failed(&*node.start().inventory().await));
 }

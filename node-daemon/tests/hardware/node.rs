@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use kerf_crds::gpu_node::{
@@ -28,6 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 pub struct Node {
     pub dir: tempfile::TempDir,
     pub sim: SimNode,
+    registrations_seen: AtomicUsize,
 }
 
 /// A daemon running on a node; dropped like a killed process.
@@ -49,7 +51,7 @@ impl Node {
         let dir = tempfile::tempdir().unwrap();
         let sim =
             SimNode::create(&dir.path().join("root"), &spec).expect("makes a simulated node (needs root)");
-        Self { dir, sim }
+        Self { dir, sim, registrations_seen: AtomicUsize::new(0) }
     }
 
     pub fn state_dir(&self) -> std::path::PathBuf {
@@ -64,6 +66,18 @@ impl Node {
     /// Starts a daemon that finds this GpuNode.
     pub fn start_with(&self, known: Option<&GpuNode>) -> Daemon {
         start(self.sim.root(), &self.state_dir(), known)
+    }
+
+    /// Waits until a daemon has asked for a GPU's XIDs since this was last called. The node must log calls.
+    pub async fn watches_xids(&self, gpu: usize) {
+        let registered = format!(" nvmlDeviceRegisterEvents {gpu} 0");
+        let seen = &self.registrations_seen;
+        eventually("the GPU's XIDs are watched", || {
+            let log = self.sim.call_log().unwrap();
+            let count = log.iter().filter(|line| line.ends_with(&registered)).count();
+            seen.swap(count, Ordering::Relaxed) < count
+        })
+        .await;
     }
 
     /// Which instances there are, as `gpu profile@start`, in order.
@@ -99,7 +113,7 @@ pub fn start(root: &Path, state_dir: &Path, known: Option<&GpuNode>) -> Daemon {
         state: state.clone(),
         driver: Driver::new(root),
         ours,
-        health: Health::default(),
+        health: Health::load(state_dir, "boot"),
         notes,
         verdicts: verdict,
         pace: Arc::new(Semaphore::new(16)),
