@@ -153,8 +153,13 @@ fn gpu(snapshot: &Snapshot, plan: &Plan, node: NodeIndex, index: GpuIndex, broke
     if gpu.taken_whole {
         wrong("it is somebody's as a whole".into());
     }
+    let whole = placed.iter().any(|device| device.instance.is_none());
+    let switch = if whole { gpu.whole } else { gpu.mig } == Capability::AfterSwitch;
+    if let Some(reason) = gpu.stuck.as_ref().filter(|_| switch) {
+        wrong(format!("its MIG mode cannot be switched now: {reason}"));
+    }
     let taken = || gpu.instances.iter().filter(|instance| instance.state == InstanceState::Taken);
-    if placed.iter().any(|device| device.instance.is_none()) {
+    if whole {
         if placed.len() > 1 || taken().next().is_some() {
             wrong("handed out whole, and not alone".into());
         }
@@ -209,6 +214,11 @@ fn free_instance(gpu: &Gpu, planned: PlannedInstance, wrong: &mut impl FnMut(Str
     });
     if planned.exists && !there.is_some_and(|instance| instance.exists) {
         wrong(format!("{planned:?} does not exist"));
+    }
+    if let Some(reason) = &gpu.stuck
+        && !there.is_some_and(|instance| instance.exists)
+    {
+        wrong(format!("nothing can be made on it: {reason}"));
     }
     if gpu.fixed && there.is_none() {
         wrong(format!("{planned:?} is not in its stated layout"));

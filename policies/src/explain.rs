@@ -31,6 +31,8 @@ enum Obstacle {
     Mode,
     /// The policy does not allow the profile.
     Policy,
+    /// Nothing can be made on it now, see [`Gpu::stuck`].
+    Stuck,
     /// Closed, see [`Gpu::closed`].
     Closed,
     /// The GPU is of the wrong kind.
@@ -113,6 +115,8 @@ fn obstacle(board: &Board<'_>, gpu: &Gpu, state: &GpuState, want: &Want) -> Obst
             Obstacle::Closed
         } else if state.whole != Capability::No {
             Obstacle::Room
+        } else if gpu.whole == Capability::AfterSwitch && gpu.stuck.is_some() {
+            Obstacle::Stuck
         } else if gpu.whole == Capability::No {
             Obstacle::Mode
         } else {
@@ -144,6 +148,9 @@ fn instance_obstacle(
     if !state.allowed.contains(&profile) {
         return Obstacle::Policy;
     }
+    if state.mig == Capability::No && gpu.mig == Capability::AfterSwitch && gpu.stuck.is_some() {
+        return Obstacle::Stuck;
+    }
     if state.mig == Capability::No {
         return if gpu.mig == Capability::No { Obstacle::Mode } else { Obstacle::InUse };
     }
@@ -151,6 +158,9 @@ fn instance_obstacle(
     let can = |&start: &u32| state.can_give(&board.snapshot.geometries, Device::Instance { profile, start });
     if shape.starts.iter().any(can) {
         return Obstacle::Room;
+    }
+    if gpu.stuck.is_some() {
+        return Obstacle::Stuck;
     }
     if state.fixed {
         return Obstacle::Layout;
@@ -201,22 +211,27 @@ fn without_room(board: &Board<'_>, gpus: &[(NodeIndex, GpuIndex, Obstacle)]) -> 
         "are in the other MIG mode, and may not be switched",
     );
     part(Obstacle::Policy, "has a policy that does not allow it", "have policies that do not allow it");
-    let closed: Vec<&str> = gpus
-        .iter()
-        .filter(|(_, _, obstacle)| *obstacle == Obstacle::Closed)
-        .filter_map(|&(node, gpu, _)| board.snapshot.nodes[node].gpus[gpu].closed.as_deref())
-        .collect();
+    let reasons = |which: Obstacle, reason: fn(&Gpu) -> Option<&str>| -> Vec<&str> {
+        let these = gpus.iter().filter(|(_, _, obstacle)| *obstacle == which);
+        these.filter_map(|&(node, gpu, _)| reason(&board.snapshot.nodes[node].gpus[gpu])).collect()
+    };
+    let stuck = reasons(Obstacle::Stuck, |gpu| gpu.stuck.as_deref());
+    if !stuck.is_empty() {
+        parts.push(format!("{} cannot be reshaped now ({})", count(stuck.len(), "GPU"), tally(&stuck)));
+    }
+    let closed = reasons(Obstacle::Closed, |gpu| gpu.closed.as_deref());
     if !closed.is_empty() {
         let are = if closed.len() == 1 { "is" } else { "are" };
         parts.push(format!("{} {are} closed ({})", count(closed.len(), "GPU"), tally(&closed)));
     }
-    let waits =
-        gpus.iter().any(|(_, _, obstacle)| *obstacle < Obstacle::Mode || *obstacle == Obstacle::Closed);
+    let passes = [Obstacle::Stuck, Obstacle::Closed];
+    let waits = gpus.iter().any(|(_, _, obstacle)| *obstacle < Obstacle::Mode || passes.contains(obstacle));
     let kind = if waits { RefusalKind::NoRoom } else { RefusalKind::NoSuchDevice };
     (kind, parts.join(", "))
 }
 
-fn misfit_text(misfits: &[Misfit]) -> String {
+/// `1 node lacks cpu (needs 2, 1.5 free), 2 nodes are cordoned`.
+pub fn misfit_text(misfits: &[Misfit]) -> String {
     let mut groups: BTreeMap<(u8, String), (usize, Option<i128>, i128)> = BTreeMap::new();
     for misfit in misfits {
         let (order, key, free, needs) = match misfit {

@@ -33,3 +33,4 @@ pub mod snapshot;
 mod value;
 
 pub use cycle::plan;
+pub use explain::misfit_text;

@@ -161,7 +161,7 @@ impl GpuState {
             mig: gpu.mig,
             whole: gpu.whole,
             strategy: gpu.strategy,
-            fixed: gpu.fixed,
+            fixed: gpu.fixed || gpu.stuck.is_some(),
             allowed: Vec::new(),
             taken: Occupancy::default(),
             free: Vec::new(),
@@ -173,6 +173,13 @@ impl GpuState {
         }
         if gpu.instances.iter().any(|instance| taken(instance.state)) {
             state.whole = Capability::No;
+        }
+        if gpu.stuck.is_some() {
+            for use_of in [&mut state.mig, &mut state.whole] {
+                if *use_of == Capability::AfterSwitch {
+                    *use_of = Capability::No;
+                }
+            }
         }
         if gpu.instances.iter().any(|instance| taken(instance.state) && instance.exists) {
             // Instances exist, yet MIG mode is off: the report is in between, wait for the next.
@@ -194,6 +201,7 @@ impl GpuState {
         }
         let nobodys = gpu.instances.iter().filter(|instance| !taken(instance.state));
         state.free = nobodys
+            .filter(|instance| instance.exists || gpu.stuck.is_none())
             .filter_map(|instance| {
                 Some(FreeInstance {
                     warm: instance.state == InstanceState::Warm,

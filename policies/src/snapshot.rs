@@ -104,6 +104,8 @@ pub struct Gpu {
     pub geometry: Option<GeometryIndex>,
     /// Present: nothing may be placed on it, and why (unmanaged, unhealthy, in conflict, no policy).
     pub closed: Option<String>,
+    /// Present: nothing can be made, destroyed or switched on it now, and why. What exists is handed out.
+    pub stuck: Option<String>,
     /// Whether instances can be had: MIG mode is on, or may be switched on while the GPU is empty. A taken instance
     /// that does not exist yet does not stand in the way of a switch: it is what the switch is for.
     pub mig: Capability,

@@ -110,6 +110,25 @@ fn warm_instances_serve_their_profile_and_give_way_last() {
 }
 
 #[test]
+fn a_gpu_on_which_a_step_fails_gives_only_what_exists() {
+    let geometry = a100();
+    let mut snapshot = asking(cluster(&geometry, 1), &["3g.40gb", "3g.40gb"]);
+    let gpu = &mut snapshot.nodes[0].gpus[0];
+    gpu.stuck = Some("INSUFFICIENT_RESOURCES".into());
+    gpu.instances = vec![
+        instance(&geometry, "3g.40gb", 0, InstanceState::Idle),
+        Instance { exists: false, ..instance(&geometry, "1g.10gb", 4, InstanceState::Taken) },
+    ];
+    let plan = legal_plan(&snapshot);
+    assert_eq!(places(&snapshot, &plan), ["0:3g.40gb@0"]);
+    let stuck = "needs 3g.40gb: 1 GPU cannot be reshaped now (INSUFFICIENT_RESOURCES)";
+    assert_eq!(refused(&plan), (RefusalKind::NoRoom, stuck.to_owned()));
+    let gpu = &mut snapshot.nodes[0].gpus[0];
+    (gpu.mig, gpu.instances) = (Capability::AfterSwitch, Vec::new());
+    assert_eq!(refused(&legal_plan(&snapshot)).1, stuck);
+}
+
+#[test]
 fn a_stated_layout_is_handed_out_as_it_is() {
     let geometry = a100();
     let mut snapshot = asking(cluster(&geometry, 1), &["3g.40gb", "3g.40gb", "1g.10gb"]);

@@ -5,18 +5,20 @@
 //!                          └──▶ World, read by each cycle; a change wakes the next one
 //! ```
 
+mod backoff;
 pub mod node;
 pub mod pod;
 pub mod quantity;
 pub mod store;
 pub mod watch;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kerf_crds::conditions::pod_reason;
 use kerf_crds::{GpuNode, PartitionPolicy};
 use tokio::sync::Notify;
 
@@ -33,6 +35,8 @@ pub struct World {
     pub gpu_nodes: Store<GpuNode>,
     pub policies: Store<PartitionPolicy>,
     pub classes: Store<DeviceClass>,
+    /// Newest version of a ResourceQuota, by namespace.
+    pub quotas: BTreeMap<String, u64>,
     /// Keys of the pods that Kerf may have to do with, so that a cycle does not go over all pods of the cluster.
     pub interesting: BTreeSet<String>,
 }
@@ -51,6 +55,23 @@ impl World {
     /// The pod with this name, if it still is the one with this UID.
     pub fn pod(&self, namespace: &str, name: &str, uid: &str) -> Option<&Arc<PodInfo>> {
         self.pods.get(&format!("{namespace}/{name}")).filter(|pod| pod.uid == uid)
+    }
+
+    /// The pods of a namespace that Kerf may have to do with.
+    pub fn interesting_in(&self, namespace: &str) -> impl Iterator<Item = &Arc<PodInfo>> {
+        let prefix = format!("{namespace}/");
+        let keys = self.interesting.range(prefix.clone()..);
+        keys.take_while(move |key| key.starts_with(&prefix)).filter_map(|key| self.pods.get(key))
+    }
+
+    /// Notes that a quota of the namespace has changed; answers whether a pod waits for that.
+    pub(crate) fn quota_changed(&mut self, namespace: &str, version: u64) -> bool {
+        let newest = self.quotas.entry(namespace.to_owned()).or_default();
+        *newest = version.max(*newest);
+        self.interesting_in(namespace).any(|pod| {
+            let said = pod.detail.as_ref().and_then(|detail| detail.planned.as_ref());
+            said.is_some_and(|(_, reason, _)| reason == pod_reason::QUOTA)
+        })
     }
 
     /// The claim of this name.

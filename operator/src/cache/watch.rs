@@ -2,17 +2,19 @@
 
 use std::fmt::Debug;
 
-use futures::TryStreamExt;
-use k8s_openapi::api::core::v1::{Node, Pod};
+use futures::{Stream, TryStreamExt};
+use k8s_openapi::api::core::v1::{Node, Pod, ResourceQuota};
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kerf_crds::{GpuNode, PartitionPolicy};
+use kube::core::PartialObjectMeta;
 use kube::runtime::{WatchStreamExt, watcher};
-use kube::{Api, Client, Resource};
+use kube::{Api, Client, Resource, ResourceExt};
 use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
-use super::{Cache, NodeInfo, PodInfo, Store, World};
+use super::backoff::WatchBackoff;
+use super::{Cache, NodeInfo, PodInfo, Store, World, version_of};
 
 /// Watches every kind that decisions are made from, until the set is dropped.
 pub fn start(client: &Client, cache: &Cache) -> JoinSet<()> {
@@ -63,6 +65,7 @@ pub fn start(client: &Client, cache: &Cache) -> JoinSet<()> {
             class
         })
     }));
+    watches.spawn(follow_quotas(client.clone(), cache.clone()));
     watches
 }
 
@@ -101,13 +104,33 @@ where
     K::DynamicType: Default,
 {
     let kind = K::kind(&K::DynamicType::default()).into_owned();
-    let mut events = std::pin::pin!(watcher(api, watcher::Config::default()).default_backoff());
+    let events = watcher(api, watcher::Config::default());
+    take(events, &kind, |event| cache.update(|world| deliver(world, event))).await;
+}
+
+/// Quotas are only waited for; what they say, the API server knows.
+async fn follow_quotas(client: Client, cache: Cache) {
+    let events = watcher(Api::<PartialObjectMeta<ResourceQuota>>::all(client), watcher::Config::default());
+    take(events, "ResourceQuota", |event| {
+        let (watcher::Event::Apply(quota) | watcher::Event::InitApply(quota) | watcher::Event::Delete(quota)) =
+            event
+        else {
+            return;
+        };
+        let (namespace, version) = (quota.namespace().unwrap_or_default(), version_of(&quota.metadata));
+        cache.update(|world| world.quota_changed(&namespace, version));
+    })
+    .await;
+}
+
+async fn take<E>(events: impl Stream<Item = Result<E, watcher::Error>>, kind: &str, mut with: impl FnMut(E)) {
+    let mut events = std::pin::pin!(events.backoff(WatchBackoff::default()));
     loop {
         match events.try_next().await {
-            Ok(Some(event)) => cache.update(|world| deliver(world, event)),
+            Ok(Some(event)) => with(event),
             Ok(None) => return,
             // Retried with a pause by the stream itself.
-            Err(error) => tracing::warn!(%kind, %error, "watch failed"),
+            Err(error) => tracing::warn!(kind, %error, "watch failed"),
         }
     }
 }

@@ -1,3 +1,4 @@
+use kerf_crds::gpu_node::ClaimOwner;
 use serde_json::json;
 
 use super::*;
@@ -301,4 +302,96 @@ fn an_allocation_of_a_running_pod_without_a_record_is_put_on_record_again() {
     let decision = decide_now(&world, &memory);
     assert_eq!(decision.specs[0].spec.partitions, [partition]);
     assert_eq!(decision.specs[0].node.key(), "n0");
+}
+
+fn bound_pod(name: &str, node: &str, priority: i32, cpu: &str) -> PodInfo {
+    serde_json::from_value::<k8s_openapi::api::core::v1::Pod>(json!({
+        "metadata": {"name": name, "namespace": "default", "uid": format!("uid-of-{name}"), "resourceVersion": "1"},
+        "spec": {"nodeName": node, "priority": priority,
+            "containers": [{"name": "main", "resources": {"requests": {"cpu": cpu}}}]},
+    }))
+    .unwrap()
+    .into()
+}
+
+fn thirsty(name: &str) -> PodInfo {
+    let container = json!([{"name": "main", "resources": {"requests": {"cpu": "5"}}}]);
+    gated_pod(name, "nvidia.com/mig-1g.10gb", json!({"containers": container}))
+}
+
+#[test]
+fn a_pod_whose_nodes_cpu_is_gone_is_told_so_and_leaves_for_the_only_other_place_alone() {
+    let memory = Memory::default();
+    let gpus = || vec![vec![gpu("GPU-0", 0)], vec![gpu("GPU-1", 0)], vec![gpu("GPU-2", 0)]];
+    let mut world = world(gpus(), dynamic()).with_pod(bound_pod("elsewhere", "n2", 0, "8"));
+    for name in ["a", "b"] {
+        world = world.with_pod(thirsty(name));
+    }
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    assert!(decide_now(&world, &memory).sentences.iter().all(|(_, told)| told.reason != "NodesDoNotFit"));
+    for node in ["n0", "n1"] {
+        world = world.with_pod(bound_pod(&format!("on-{node}"), node, 0, "4"));
+    }
+    let decision = decide_now(&world, &memory);
+    for name in ["a", "b"] {
+        let (reason, message) = said(&decision, name).unwrap();
+        assert_eq!(reason, "NodesDoNotFit");
+        assert!(
+            message.ends_with("which cannot take the pod now: 1 node lacks cpu (needs 5, 4 free)"),
+            "{message}"
+        );
+    }
+    assert!(decision.placeless.is_empty());
+
+    // One node is free again: room for one of them, and a pod that has just come does not push in.
+    world.pods.watch_deleted(&PodInfo { version: 2, ..bound_pod("elsewhere", "n2", 0, "8") });
+    let late = PodInfo { created: 1_700_000_000, ..thirsty("late") };
+    let decision = decide_now(&world.with_pod(late), &memory);
+    let leaving = decision.drive.iter().filter(|key| memory.withdraws(key)).count();
+    assert_eq!(leaving, 1);
+    assert_eq!(said(&decision, "late").unwrap().0, "NodesDoNotFit");
+    assert_eq!(decision.placeless, ["uid-of-late".to_owned()].into());
+}
+
+#[test]
+fn a_gpu_on_which_a_step_fails_gives_only_what_is_there() {
+    let mut broken = gpu("GPU-0", 0);
+    broken.mig.enabled = true;
+    broken.instances = vec![instance("3g.40gb", 4)];
+    broken.problem = Some(kerf_crds::gpu_node::Reason {
+        reason: "INSUFFICIENT_RESOURCES".into(),
+        message: "to create 2g.20gb: INSUFFICIENT_RESOURCES".into(),
+    });
+    let memory = Memory::default();
+    let mut world = world(vec![vec![broken]], dynamic())
+        .with_pod(gated_pod("reuses", "nvidia.com/mig-3g.40gb", json!({})))
+        .with_pod(gated_pod("waits", "nvidia.com/mig-1g.10gb", json!({})));
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    assert_eq!(entries(&world, "n0"), [("3g.40gb".to_owned(), 4, "reuses".to_owned())]);
+    let (reason, message) = said(&decision, "waits").unwrap();
+    assert_eq!(reason, "NoRoom");
+    assert!(message.contains("1 GPU cannot be reshaped now (to create 2g.20gb: INSUFFICIENT"), "{message}");
+}
+
+#[test]
+fn a_changed_quota_lets_the_first_pod_that_waits_for_it_ask_again() {
+    let memory = Memory::default();
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic());
+    for (name, created) in [("second", 20), ("first", 10)] {
+        let pod = gated_pod(name, "nvidia.com/mig-1g.10gb", json!({}));
+        world = world.with_pod(PodInfo { created, ..pod });
+        memory.failed(&format!("uid-of-{name}"), pod_reason::QUOTA, "exceeded quota".into(), Instant::now());
+    }
+    let asking = |world: &World| -> Vec<String> {
+        decide_now(world, &memory).quota.iter().map(|pod| pod.name.clone()).collect()
+    };
+    assert!(asking(&world).is_empty(), "each waits for its pause to end");
+    world.quota_changed("other", 7);
+    assert!(asking(&world).is_empty());
+    world.quota_changed("default", 8);
+    assert_eq!(asking(&world), ["first"]);
+    memory.failed("uid-of-first", pod_reason::QUOTA, "exceeded quota".into(), Instant::now());
+    assert!(asking(&world).is_empty(), "nothing has changed since");
 }

@@ -32,6 +32,8 @@ struct Inner {
     superseded: HashSet<Key>,
     /// UIDs of claims that this process has allocated.
     allocated: HashSet<String>,
+    /// Newest version of a quota that was asked about, by namespace.
+    quotas: HashMap<String, u64>,
 }
 
 #[derive(Debug, Default)]
@@ -177,6 +179,11 @@ impl Memory {
         if let Some(pod) = self.lock().pods.get_mut(pod_uid) {
             pod.retry_at = None;
         }
+    }
+
+    /// Notes the newest version of a namespace's quotas; answers whether it is news.
+    pub fn quota_changed(&self, namespace: &str, version: u64) -> bool {
+        self.lock().quotas.insert(namespace.to_owned(), version) != Some(version)
     }
 
     /// What went wrong with the pod last, until something succeeds.

@@ -8,14 +8,23 @@
 //! are shapes.
 
 pub mod apply;
+mod claim_writes;
 pub mod claims;
 pub mod cycle;
+pub mod entries;
+pub mod join;
 pub mod memory;
 pub mod placements;
+mod pod_writes;
+pub mod preempt;
+pub mod queue;
 pub mod requests;
 pub mod selectors;
 pub mod snapshot;
+mod stranded;
 pub mod tell;
+pub mod trouble;
+pub mod warm;
 
 use std::collections::HashSet;
 use std::time::{Duration, Instant};

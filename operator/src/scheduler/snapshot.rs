@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use kerf_crds::conditions;
+use kerf_crds::conditions::{self, problem_reason};
 use kerf_crds::gpu_node::{self, GpuNodeStatus, Owner, Partition, PolicyInstance};
 use kerf_crds::partition_policy::{MigMode, ModeSwitch, PlacementStrategy};
 use kerf_crds::{GpuNode, PartitionPolicy};
@@ -85,6 +85,15 @@ pub fn take(world: &World, matches: &Matches) -> Board {
     board
 }
 
+/// The opposite of [`take_away`].
+pub fn give_back(free: &mut BTreeMap<String, i128>, given: &BTreeMap<String, i128>) {
+    for (name, amount) in given {
+        if let Some(left) = free.get_mut(name) {
+            *left += amount;
+        }
+    }
+}
+
 /// Resources that a node does not have at all are left missing.
 pub fn take_away(free: &mut BTreeMap<String, i128>, taken: &BTreeMap<String, i128>) {
     for (name, amount) in taken {
@@ -142,6 +151,7 @@ fn gpu(gpu_node: &GpuNode, observed: &gpu_node::Gpu, matched: &Match, geometries
     Gpu {
         uuid: observed.uuid.clone(),
         closed: closed(observed, matched),
+        stuck: observed.problem.as_ref().map(text),
         mig: if geometry.is_some() { mig } else { Capability::No },
         whole,
         allowed,
@@ -230,8 +240,12 @@ fn closed(observed: &gpu_node::Gpu, matched: &Match) -> Option<String> {
         }
         Match::One(_) => {}
     }
-    let reason = observed.unmanaged.as_ref().or(observed.unhealthy.as_ref()).or(observed.problem.as_ref())?;
-    Some(if reason.message.is_empty() { reason.reason.clone() } else { reason.message.clone() })
+    let hangs = observed.problem.as_ref().filter(|problem| problem.reason == problem_reason::CALL_HANGS);
+    observed.unmanaged.as_ref().or(observed.unhealthy.as_ref()).or(hangs).map(text)
+}
+
+fn text(reason: &gpu_node::Reason) -> String {
+    if reason.message.is_empty() { reason.reason.clone() } else { reason.message.clone() }
 }
 
 fn instances(

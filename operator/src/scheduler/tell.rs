@@ -7,12 +7,14 @@ use std::time::{Duration, Instant};
 
 use kerf_crds::conditions::{pod::PLANNED, pod_reason};
 use kerf_crds::gpu_node::Partition;
-use kerf_planner::protocol::{Claim, Step, Waiting};
+use kerf_planner::misfit_text;
+use kerf_planner::protocol::{self, Claim, Step, Waiting};
 use kube::ResourceExt;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::memory::Memory;
 use super::placements::Seen;
+use super::trouble::Trouble;
 use crate::cache::PodInfo;
 
 /// A sentence whose numbers change is not rewritten more often than this.
@@ -61,8 +63,8 @@ impl Sentence {
         new_reason || memory.told_at(&pod.uid).is_none_or(|at| now.duration_since(at) >= SAME_REASON)
     }
 
-    /// The patch of pods/status that says it; with a node to nominate, so that kube-scheduler looks there first.
-    pub fn patch(&self, pod: &PodInfo, nominate: Option<&str>, now: &str) -> serde_json::Value {
+    /// The patch of pods/status that says it, with a change of the nominated node if there is one.
+    pub fn patch(&self, pod: &PodInfo, nominate: Option<Value>, now: &str) -> Value {
         let mut condition = json!({
             "type": PLANNED,
             "status": if self.planned { "True" } else { "False" },
@@ -75,18 +77,45 @@ impl Sentence {
         }
         let mut status = json!({"conditions": [condition]});
         if let Some(node) = nominate {
-            status["nominatedNodeName"] = json!(node);
+            status["nominatedNodeName"] = node;
         }
         // The UID makes it fail on another pod of the same name.
         json!({"metadata": {"uid": pod.uid}, "status": status})
     }
 }
 
+/// What `status.nominatedNodeName` should be: kube-scheduler looks there first, and keeps the pod's CPU free there.
+#[derive(Clone, Copy, Debug)]
+pub enum Nominate<'a> {
+    /// What it is.
+    AsIs,
+    /// The node of the pod's place.
+    Node(&'a str),
+    /// No node: the pod has no place.
+    Nobody,
+}
+
+impl Nominate<'_> {
+    /// The field's new value, if it changes.
+    pub fn change(self, now: Option<&str>) -> Option<Value> {
+        match self {
+            Self::Node(node) if now != Some(node) => Some(json!(node)),
+            Self::Nobody if now.is_some() => Some(Value::Null),
+            _ => None,
+        }
+    }
+}
+
 /// What a pod with a place on record is told.
-pub fn of_placement(seen: &Seen, step: Step, trouble: Option<(&'static str, String)>) -> Option<Sentence> {
+pub fn of_placement(
+    seen: &Seen,
+    step: Step,
+    failure: Option<(&'static str, String)>,
+    trouble: Option<&Trouble>,
+) -> Option<Sentence> {
     let node = seen.node.as_ref()?;
     let name = node.name_any();
-    if let Some((reason, message)) = trouble {
+    if let Some((reason, message)) = failure {
         return Some(Sentence::waiting(reason, message));
     }
     if seen.observed.withdraw {
@@ -94,6 +123,11 @@ pub fn of_placement(seen: &Seen, step: Step, trouble: Option<(&'static str, Stri
             pod_reason::RESHAPING,
             format!("gives up its place on node {name}, where it cannot run now"),
         ));
+    }
+    if let Some(Trouble::Node(misfit)) = trouble {
+        let why = misfit_text(std::slice::from_ref(misfit));
+        let message = format!("has {} on node {name}, which cannot take the pod now: {why}", list(seen));
+        return Some(Sentence::waiting(pod_reason::NODES_DO_NOT_FIT, message));
     }
     match (&seen.observed.claim, step) {
         (Claim::Allocated { as_planned: true, .. }, _) => Some(allocated(seen)),
@@ -126,6 +160,14 @@ pub fn allocated(seen: &Seen) -> Sentence {
         reason: pod_reason::ALLOCATED,
         message: format!("has {} on node {name}", list(seen)),
     }
+}
+
+/// Whether the pod is bound where its place is, and yet its condition says that it waits: kube-scheduler was faster.
+pub fn still_waits(seen: &Seen) -> bool {
+    let said = seen.pod.as_ref().and_then(|pod| pod.detail.as_ref()?.planned.as_ref());
+    seen.observed.pod == protocol::Pod::Bound { here: true }
+        && matches!(seen.observed.claim, Claim::Allocated { as_planned: true, .. })
+        && said.is_some_and(|(status, ..)| status != "True")
 }
 
 fn making(seen: &Seen) -> Sentence {
@@ -173,6 +215,15 @@ mod tests {
             })),
             ..PodInfo::default()
         }
+    }
+
+    #[test]
+    fn a_node_is_nominated_once_and_none_without_a_place() {
+        assert_eq!(Nominate::Node("a").change(None), Some(json!("a")));
+        assert_eq!(Nominate::Node("a").change(Some("a")), None);
+        assert_eq!(Nominate::Nobody.change(Some("a")), Some(Value::Null));
+        assert_eq!(Nominate::Nobody.change(None), None);
+        assert_eq!(Nominate::AsIs.change(Some("a")), None);
     }
 
     #[test]

@@ -259,6 +259,9 @@ pub fn random_gpu(dice: &mut Dice, uuid: String, geometries: &[Geometry]) -> Gpu
     if dice.percent(8) {
         gpu.closed = Some("unmanaged".into());
     }
+    if dice.percent(8) {
+        gpu.stuck = Some("INSUFFICIENT_RESOURCES".into());
+    }
     if dice.percent(20) {
         gpu.mig = Capability::AfterSwitch;
         gpu.whole = Capability::Now;

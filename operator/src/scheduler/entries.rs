@@ -1,0 +1,84 @@
+//! What a placement adds to its node's spec.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kerf_crds::gpu_node::{ClaimOwner, Owner, Partition, Placement, WantedInstance};
+use kerf_planner::plan::PlacedDevice;
+use kube::ResourceExt;
+
+use super::placements::Key;
+use super::requests::Wanted;
+use super::snapshot::Board;
+use crate::cache::PodInfo;
+
+/// Changes to the entries of nodes, by node.
+#[derive(Debug, Default)]
+pub struct Changes {
+    pub added: BTreeMap<String, Vec<Partition>>,
+    /// Placements that come to be.
+    pub new: BTreeMap<String, Vec<Key>>,
+    pub removed: BTreeMap<String, Vec<Key>>,
+}
+
+/// Makes a placement's entries.
+pub fn commit(
+    board: &Board,
+    pod: &PodInfo,
+    wanted: &Wanted,
+    node: usize,
+    devices: &[PlacedDevice],
+    changes: &mut Changes,
+) {
+    let name = board.gpu_nodes[node].name_any();
+    let mut entries = Vec::new();
+    let mut keys: BTreeSet<Key> = BTreeSet::new();
+    for device in devices {
+        let Some((claim, request)) = wanted.parts.get(&device.request) else { return };
+        let Some(entry) = entry(board, node, device, pod, claim, request) else { return };
+        entries.push(entry);
+        keys.insert(Key {
+            node: name.clone(),
+            namespace: pod.namespace.clone(),
+            claim: claim.clone(),
+            pod: pod.name.clone(),
+            pod_uid: pod.uid.clone(),
+        });
+    }
+    changes.added.entry(name.clone()).or_default().extend(entries);
+    changes.new.entry(name).or_default().extend(keys);
+}
+
+fn entry(
+    board: &Board,
+    node: usize,
+    device: &PlacedDevice,
+    pod: &PodInfo,
+    claim: &str,
+    request: &str,
+) -> Option<Partition> {
+    let gpu = board.snapshot.nodes[node].gpus.get(device.gpu)?;
+    let instance = match &device.instance {
+        None => None,
+        Some(planned) => {
+            let profile = board.snapshot.geometries[gpu.geometry?].profiles.get(planned.profile)?;
+            Some(WantedInstance {
+                profile: profile.name.clone(),
+                placement: Placement { start: planned.start, size: profile.size },
+            })
+        }
+    };
+    Some(Partition {
+        gpu: gpu.uuid.clone(),
+        instance,
+        owner: Owner::Claim(ClaimOwner {
+            namespace: pod.namespace.clone(),
+            name: claim.to_owned(),
+            pod: pod.name.clone(),
+            pod_uid: pod.uid.clone(),
+            request: match &device.subrequest {
+                Some(subrequest) => format!("{request}/{subrequest}"),
+                None => request.to_owned(),
+            },
+        }),
+    })
+}

@@ -1,0 +1,109 @@
+//! Every placement on record is asked for its next step.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kerf_planner::protocol::{self, Step, next};
+
+use super::cycle::Decision;
+use super::entries::Changes;
+use super::memory::Memory;
+use super::placements;
+use super::snapshot::Board;
+use super::tell;
+use super::trouble::{self, Trouble, Troubled};
+use crate::cache::World;
+
+/// What looking at all placements has shown.
+#[derive(Debug, Default)]
+pub struct Joined {
+    /// UIDs of pods that have a place and are not bound.
+    pub placed: BTreeSet<String>,
+    /// Places that would be left for better ones.
+    pub troubled: Vec<Troubled>,
+}
+
+/// Looks at all placements; what is to be written goes into `decision` and `changes`.
+pub fn join(
+    world: &World,
+    board: &Board,
+    memory: &Memory,
+    now: Instant,
+    decision: &mut Decision,
+    changes: &mut Changes,
+) -> Joined {
+    let mut joined = Joined::default();
+    let keys = placements::all(world);
+    memory.set_superseded(placements::superseded(world, &keys));
+    let mut lost: BTreeSet<String> = BTreeSet::new();
+    for key in &keys {
+        let mut seen = placements::look(world, memory, key);
+        if matches!(seen.observed.claim, protocol::Claim::Allocated { .. }) {
+            memory.forget_read(key);
+            seen.observed.pod_read_live = false;
+        }
+        let waiting = matches!(seen.observed.pod, protocol::Pod::Gated | protocol::Pod::Unbound);
+        if !seen.devices.is_empty() && waiting {
+            joined.placed.insert(key.pod_uid.clone());
+        }
+        let mut trouble = None;
+        if waiting && !seen.devices.is_empty() && !seen.observed.withdraw && !seen.observed.superseded {
+            trouble = trouble::of(board, &seen, key);
+            if trouble == Some(Trouble::Hopeless) {
+                memory.withdraw(key, now);
+                seen.observed.withdraw = true;
+            }
+        }
+        let step = next(&seen.observed);
+        if step == Step::EvictPod {
+            lost.insert(key.pod_uid.clone());
+        }
+        match step {
+            Step::Wait(_) => {}
+            Step::RemoveEntry => changes.removed.entry(key.node.clone()).or_default().push(key.clone()),
+            Step::RestoreEntry => {
+                if let (Some(node), Some(claim)) = (&seen.node, &seen.claim)
+                    && let Some(entries) = placements::restore(node, claim, key)
+                {
+                    changes.added.entry(key.node.clone()).or_default().extend(entries);
+                }
+            }
+            _ if memory.may_try(&key.pod_uid, now) => {
+                decision.drive.insert(key.clone());
+            }
+            _ => {}
+        }
+        let Some(pod) = &seen.pod else { continue };
+        if waiting && !seen.observed.superseded {
+            let sentence = tell::of_placement(&seen, step, memory.trouble(&pod.uid), trouble.as_ref());
+            match trouble {
+                Some(Trouble::Node(_) | Trouble::Gpu) => {
+                    joined.troubled.push(Troubled { key: key.clone(), pod: Arc::clone(pod), sentence });
+                }
+                _ => decision.sentences.extend(sentence.map(|sentence| (Arc::clone(pod), sentence))),
+            }
+        } else if tell::still_waits(&seen) {
+            decision.sentences.push((Arc::clone(pod), tell::allocated(&seen)));
+        }
+    }
+    // A pod's claims are on one node, all or none.
+    let leaving: BTreeSet<&str> =
+        keys.iter().filter(|key| memory.withdraws(key)).map(|key| key.pod_uid.as_str()).collect();
+    for key in keys.iter().filter(|key| joined.placed.contains(&key.pod_uid) && !memory.withdraws(key)) {
+        if leaving.contains(key.pod_uid.as_str()) {
+            memory.withdraw(key, now);
+            decision.drive.insert(key.clone());
+        }
+    }
+    for pod in placements::stranded(world) {
+        lost.insert(pod.uid.clone());
+        if memory.stranded(&pod.uid, now) {
+            decision.stranded.push(pod);
+        }
+    }
+    for key in keys.iter().filter(|key| !lost.contains(&key.pod_uid)) {
+        memory.not_stranded(&key.pod_uid);
+    }
+    joined
+}

@@ -1,0 +1,117 @@
+//! Pods without a place, and pods that might leave theirs for a better one, in the order in which they are served.
+
+use std::cmp::Ordering;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Instant;
+
+use kerf_crds::conditions::pod_reason;
+
+use super::cycle::{Decision, Looking};
+use super::requests::{self, Asks, Wanted};
+use super::tell::Sentence;
+use super::trouble::{self, Troubled};
+use crate::cache::PodInfo;
+
+/// A pod to be planned for.
+#[derive(Debug)]
+pub struct Candidate {
+    pub pod: Arc<PodInfo>,
+    pub wanted: Box<Wanted>,
+    /// The place that it has, and leaves if there is another.
+    pub instead_of: Option<Troubled>,
+}
+
+/// Reads what every pod asks for, and tells those that cannot be planned why.
+pub fn candidates(
+    looking: &Looking<'_>,
+    placed: &BTreeSet<String>,
+    troubled: Vec<Troubled>,
+    decision: &mut Decision,
+) -> Vec<Candidate> {
+    let mut all = Vec::new();
+    let world = looking.world;
+    ask_quotas_again(looking);
+    let pods = world.interesting.iter().filter_map(|key| world.pods.get(key));
+    let open = |pod: &&Arc<PodInfo>| pod.node.is_none() && !pod.done && !pod.deleting;
+    for pod in pods.filter(open).filter(|pod| !placed.contains(&pod.uid)) {
+        match read(looking, pod, decision) {
+            Read::For(wanted) => {
+                all.push(Candidate { pod: Arc::clone(pod), wanted, instead_of: None });
+            }
+            Read::Told(sentence) => decision.tell_placeless(pod, sentence),
+            Read::Nothing => {}
+        }
+    }
+    for troubled in troubled {
+        match trouble::ask_afresh(looking, &troubled) {
+            Some(wanted) => {
+                all.push(Candidate { pod: Arc::clone(&troubled.pod), wanted, instead_of: Some(troubled) })
+            }
+            None => decision.tell_troubled(&troubled),
+        }
+    }
+    all.sort_by(|a, b| before(&a.pod, &b.pod));
+    all
+}
+
+/// Who is served first.
+fn before(a: &PodInfo, b: &PodInfo) -> Ordering {
+    b.priority.cmp(&a.priority).then(a.created.cmp(&b.created)).then_with(|| a.id().cmp(&b.id()))
+}
+
+/// Where a quota has changed, the first of those that wait for it asks at once, and the next after the change that this
+/// one makes. The others ask from time to time, as one of them may want less.
+fn ask_quotas_again(looking: &Looking<'_>) {
+    for (namespace, version) in &looking.world.quotas {
+        if !looking.memory.quota_changed(namespace, *version) {
+            continue;
+        }
+        let waits = |pod: &&Arc<PodInfo>| {
+            looking.memory.trouble(&pod.uid).is_some_and(|(reason, _)| reason == pod_reason::QUOTA)
+        };
+        let waiting = looking.world.interesting_in(namespace).filter(waits);
+        if let Some(first) = waiting.min_by(|a, b| before(a, b)) {
+            looking.memory.try_now(&first.uid);
+        }
+    }
+}
+
+enum Read {
+    Nothing,
+    Told(Sentence),
+    For(Box<Wanted>),
+}
+
+fn read(looking: &Looking<'_>, pod: &Arc<PodInfo>, decision: &mut Decision) -> Read {
+    let Looking { world, board, memory, selectors, memo, now } = looking;
+    let may_try = |now: Instant| memory.may_try(&pod.uid, now);
+    let mut wanted = match requests::read(world, board, selectors, memo, pod) {
+        Asks::Nothing => return Read::Nothing,
+        Asks::Allocated => {
+            if pod.gated() && may_try(*now) {
+                decision.ungate.push(Arc::clone(pod));
+            }
+            return Read::Nothing;
+        }
+        Asks::Cannot(reason, message) => return Read::Told(Sentence::waiting(reason, message)),
+        Asks::For(wanted) => wanted,
+    };
+    let others = pod.other_gates();
+    if !others.is_empty() {
+        let others = others.join(", ");
+        let message = format!("waits for the scheduling gates of others to be removed: {others}");
+        return Read::Told(Sentence::waiting(pod_reason::OTHER_GATES, message));
+    }
+    if let Some((reason, message)) = memory.trouble(&pod.uid)
+        && (reason == pod_reason::QUOTA || !may_try(*now))
+    {
+        if reason == pod_reason::QUOTA && may_try(*now) {
+            decision.quota.push(Arc::clone(pod));
+        }
+        return Read::Told(Sentence::waiting(reason, message));
+    }
+    let avoided = memory.avoided(&pod.uid, *now);
+    wanted.request.avoid = avoided.iter().filter_map(|name| board.node(name)).collect();
+    Read::For(wanted)
+}

@@ -1,0 +1,52 @@
+//! Pods that are bound where they can never run: away from their partition.
+
+use std::time::Instant;
+
+use kerf_crds::conditions::pod_reason;
+use kube::api::{DeleteParams, EvictParams, PostParams, Preconditions};
+use kube::runtime::events::EventType;
+
+use super::apply::Writer;
+use super::tell::{Nominate, Sentence};
+use crate::cache::PodInfo;
+
+impl Writer {
+    /// A pod that can never run where it is bound: looked at once more, live, and evicted if another will take its
+    /// place.
+    pub(super) async fn stranded(&self, pod: &PodInfo) {
+        let pods = self.pods(&pod.namespace);
+        let live = match pods.get_opt(&pod.name).await {
+            Ok(Some(live)) => PodInfo::from(live),
+            Ok(None) => return,
+            Err(error) => return self.failed(&pod.uid, "read the pod", &error),
+        };
+        if live.uid != pod.uid || live.done || live.deleting || live.node.is_none() {
+            self.memory.not_stranded(&pod.uid);
+            return;
+        }
+        let node = live.node.clone().unwrap_or_default();
+        let message = format!("is bound to node {node}, where its partition is not, and can never run there");
+        if !live.detail.as_ref().is_some_and(|detail| detail.controlled) {
+            // Nothing would come in its place: people must decide.
+            let message = format!("{message}; delete it and create it again");
+            self.tell(&live, &Sentence::waiting(pod_reason::BAD_CLAIM, message), Nominate::AsIs).await;
+            self.memory.failed(&pod.uid, pod_reason::BAD_CLAIM, "bound away".into(), Instant::now());
+            return;
+        }
+        let parameters = EvictParams {
+            delete_options: Some(DeleteParams {
+                preconditions: Some(Preconditions { uid: Some(pod.uid.clone()), resource_version: None }),
+                ..DeleteParams::default()
+            }),
+            post_options: PostParams::default(),
+        };
+        match pods.evict(&pod.name, &parameters).await {
+            Ok(_) => {
+                tracing::info!(pod = pod.id(), node, "evicted: bound away from its partition");
+                self.event(&live, EventType::Warning, "Evicted", &format!("evicted: it {message}")).await;
+            }
+            // A disruption budget says wait.
+            Err(error) => self.failed(&pod.uid, "evict the pod", &error),
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! Places on record that cannot be used as things are: given up at once where they can come to nothing, left for a better
+//! one if there is one, and else explained.
+
+use std::sync::Arc;
+
+use kerf_planner::nodes::{Misfit, lacking, unsuitable};
+use kerf_planner::snapshot::PodNeeds;
+
+use super::cycle::Looking;
+use super::placements::{Key, Seen};
+use super::requests::{self, Asks, Wanted};
+use super::snapshot::{self, Board};
+use super::tell::Sentence;
+use crate::cache::PodInfo;
+
+/// What is wrong with a place that is not used yet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Trouble {
+    /// It can come to nothing.
+    Hopeless,
+    /// Its node cannot take the pod as things are.
+    Node(Misfit),
+    /// Its GPU cannot provide it as things are.
+    Gpu,
+}
+
+/// A place that may be left for a better one.
+#[derive(Debug)]
+pub struct Troubled {
+    pub key: Key,
+    pub pod: Arc<PodInfo>,
+    /// What the pod is told if there is none.
+    pub sentence: Option<Sentence>,
+}
+
+/// What is wrong with a place, if anything.
+pub fn of(board: &Board, seen: &Seen, key: &Key) -> Option<Trouble> {
+    let pod = seen.pod.as_ref()?;
+    let detail = pod.detail.as_ref()?;
+    let Some(index) = board.node(&key.node) else { return Some(Trouble::Hopeless) };
+    let node = &board.snapshot.nodes[index];
+    let status = board.status(index)?;
+    let ready = seen.observed.entry.as_ref().is_some_and(|entry| entry.ready);
+    for device in &seen.devices {
+        let Some(gpu) = status.gpus.iter().position(|gpu| gpu.uuid == device.gpu) else {
+            return Some(Trouble::Hopeless);
+        };
+        let observed = &status.gpus[gpu];
+        let fails = observed.problem.is_some();
+        if node.gpus[gpu].closed.is_some() {
+            let passes = fails && observed.unhealthy.is_none() && observed.unmanaged.is_none();
+            return Some(if passes { Trouble::Gpu } else { Trouble::Hopeless });
+        }
+        if fails && !ready {
+            return Some(Trouble::Gpu);
+        }
+    }
+    let mut free = node.free_milli.clone();
+    // The pod itself is counted already.
+    snapshot::give_back(&mut free, &pod.milli);
+    let needs = PodNeeds { milli: pod.milli.clone(), ..PodNeeds::default() };
+    unsuitable(node, &detail.needs).or_else(|| lacking(&free, &needs)).map(Trouble::Node)
+}
+
+/// What the pod would ask for if it had no place, and did not want this one. `None` while it is not to be moved.
+pub fn ask_afresh(looking: &Looking<'_>, troubled: &Troubled) -> Option<Box<Wanted>> {
+    let Looking { world, board, memory, selectors, memo, now } = looking;
+    if !memory.calm(&troubled.pod.uid, *now) {
+        return None;
+    }
+    // All of the pod's claims, as if none had a place.
+    let Asks::For(mut wanted) = requests::read_afresh(world, board, selectors, memo, &troubled.pod) else {
+        return None;
+    };
+    wanted.request.avoid = board.node(&troubled.key.node).into_iter().collect();
+    Some(wanted)
+}
