@@ -58,6 +58,16 @@ impl KerfOptions {
             kubelet_config: serde_json::Map::new(),
         }
     }
+
+    /// Kubelets that start a container again at once, however often it ends, and that soon ask again for what a pod
+    /// needs: a pod whose DRA driver was not registered is looked at again after one to one and a half of kubelet's sync
+    /// periods, which are a minute by default.
+    pub fn quick_kubelets(mut self) -> Self {
+        let period = json!({ "maxContainerRestartPeriod": "1s" });
+        self.kubelet_config.insert("crashLoopBackOff".to_owned(), period);
+        self.kubelet_config.insert("syncFrequency".to_owned(), json!("2s"));
+        self
+    }
 }
 
 /// A cluster with Kerf on it.

@@ -98,13 +98,9 @@ fn ci() -> Result<()> {
     run(cargo().args(["fmt", "--all", "--check"]))?;
     step("checking the lints");
     run(cargo().args(["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))?;
-    if Command::new("cargo").args(["deny", "--version"]).output().is_ok_and(|output| output.status.success())
-    {
-        step("checking licences and sources of dependencies");
-        run(cargo().args(["deny", "check", "licenses", "bans", "sources"]))?;
-    } else {
-        step("cargo-deny is not installed: licences and sources of dependencies are not checked");
-    }
+    step("checking licences, sources and bans of dependencies");
+    let deny = kerf_toolchain::cargo_deny(&|line| step(&format!("toolchain: {line}")))?;
+    run(Command::new(deny).current_dir(root()).args(["check", "licenses", "bans", "sources"]))?;
     test(&[])
 }
 

