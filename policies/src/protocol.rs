@@ -61,7 +61,9 @@ pub enum Claim {
 /// The entry in `GpuNode.spec`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Entry {
-    /// Every device of it exists, is healthy and free for this claim, by the daemon's report for this spec.
+    /// Every device of it exists, is healthy and free for this claim, by the daemon's last report. Should that be older
+    /// than the spec, and the device have been on its way out for an entry that is gone again, kubelet's Prepare waits
+    /// until the daemon has made it anew.
     pub ready: bool,
     /// One of its devices is prepared for this claim, or has processes.
     pub in_use: bool,

@@ -4,16 +4,27 @@
 //!  World ─▶ matching ─▶ snapshot ─▶ requests ─▶ kerf_planner::plan ─┐
 //!     └───▶ placements (join) ─▶ protocol::next ────────────────────┴▶ cycle::Decision ─▶ apply ─▶ API server
 //! ```
-//! `cycle` is the order of things; `memory` sets the pace; `tell` is what pods are told; `selectors` is CEL; `claims`
-//! are shapes.
+//! | file | |
+//! |---|---|
+//! | `cycle` | one cycle: the order of the things below, and what comes out |
+//! | `snapshot` | the planner's view of the cluster |
+//! | `placements`, `join` | what is on record, seen together with claims, pods and reports; its next step |
+//! | `trouble` | places that do not work out |
+//! | `queue`, `requests`, `needs`, `filter`, `selectors` | who is planned for, and what each asks for, down to CEL |
+//! | `entries`, `preempt`, `warm` | what goes into nodes' specs: placements, also where kube-scheduler must preempt; warm instances |
+//! | `tell` | what pods are told |
+//! | `apply`, `claim_writes`, `pod_writes`, `stranded`, `claims` | the writes |
+//! | `memory` | the pace |
 
 pub mod apply;
 mod claim_writes;
 pub mod claims;
 pub mod cycle;
 pub mod entries;
+mod filter;
 pub mod join;
 pub mod memory;
+pub mod needs;
 pub mod placements;
 mod pod_writes;
 pub mod preempt;

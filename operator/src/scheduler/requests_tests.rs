@@ -1,4 +1,5 @@
 use kerf_crds::conditions::pod_reason;
+use kerf_planner::snapshot::Want;
 use serde_json::{Value, json};
 
 use super::*;
