@@ -30,7 +30,7 @@ impl Archive {
         &self.reference
     }
 
-    /// Writes the docker-archive into a folder, and returns its path. The same image has the same file name.
+    /// Writes the docker-archive into a folder, and returns its path. The same image by the same name is the same file.
     pub(crate) fn write(&self, dir: &Path) -> Result<PathBuf> {
         let diff_ids: Vec<String> =
             self.layers.iter().map(|layer| format!("{:x}", Sha256::digest(layer))).collect();
@@ -50,7 +50,8 @@ impl Archive {
         })
         .to_string();
         let config_id = format!("{:x}", Sha256::digest(&config));
-        let path = dir.join(format!("{config_id:.16}.tar"));
+        let name = self.reference.replace(['/', ':'], "-");
+        let path = dir.join(format!("{name}-{config_id:.16}.tar"));
         if path.is_file() {
             return Ok(path);
         }
@@ -60,7 +61,7 @@ impl Archive {
             "Layers": diff_ids.iter().map(|id| format!("{id}/layer.tar")).collect::<Vec<_>>(),
         }])
         .to_string();
-        let partial = dir.join(format!("{config_id:.16}.partial"));
+        let partial = path.with_extension("partial");
         let mut archive = tar::Builder::new(File::create(&partial)?);
         append(&mut archive, "manifest.json", manifest.as_bytes(), 0o644)?;
         append(&mut archive, &format!("{config_id}.json"), config.as_bytes(), 0o644)?;

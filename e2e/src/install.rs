@@ -28,7 +28,7 @@ pub fn deploy_dir() -> PathBuf {
 /// What a test cluster changes in shipped manifests.
 #[derive(Clone, Debug, Default)]
 pub struct Overlay {
-    /// Set in every container, replacing a variable of that name.
+    /// Set in every container of pods on the host's network, replacing a variable of that name.
     pub env: BTreeMap<String, String>,
     /// Appended to the arguments of the container of that name.
     pub args: BTreeMap<String, Vec<String>>,
@@ -37,7 +37,7 @@ pub struct Overlay {
 }
 
 impl Overlay {
-    /// Leads pods on the host's network to the API server at this port of loopback; there is no kube-proxy.
+    /// Leads pods on the host's network to the API server at this port of loopback. Others reach it as everywhere.
     #[must_use]
     pub fn for_api_port(mut self, port: u16) -> Self {
         self.env.insert("KUBERNETES_SERVICE_HOST".to_owned(), "127.0.0.1".to_owned());
@@ -61,14 +61,15 @@ impl Overlay {
             _ => return,
         };
         let Some(spec) = object.pointer_mut(template) else { return };
+        let on_host = spec["hostNetwork"] == true;
         for list in ["initContainers", "containers"] {
             for container in spec[list].as_array_mut().into_iter().flatten() {
-                self.edit_container(container);
+                self.edit_container(container, on_host);
             }
         }
     }
 
-    fn edit_container(&self, container: &mut Value) {
+    fn edit_container(&self, container: &mut Value, on_host: bool) {
         let image = container["image"].as_str().unwrap_or_default();
         if let Some(replacement) = self.images.get(repository(image)) {
             container["image"] = json!(replacement);
@@ -78,7 +79,7 @@ impl Overlay {
             let all = container["args"].as_array().into_iter().flatten().cloned();
             container["args"] = all.chain(args.iter().map(|arg| json!(arg))).collect();
         }
-        if !self.env.is_empty() {
+        if on_host && !self.env.is_empty() {
             let kept = container["env"].as_array().into_iter().flatten();
             let kept =
                 kept.filter(|entry| !entry["name"].as_str().is_some_and(|name| self.env.contains_key(name)));
@@ -211,6 +212,7 @@ mod tests {
         let mut object = json!({
             "kind": "DaemonSet",
             "spec": { "template": { "spec": {
+                "hostNetwork": true,
                 "containers": [{
                     "name": "daemon",
                     "image": "registry.example:5000/kerf/node-daemon:v1",
@@ -238,6 +240,11 @@ mod tests {
                 { "name": "KUBERNETES_SERVICE_PORT", "value": "7" },
             ])
         );
+        let mut elsewhere =
+            json!({ "kind": "Pod", "spec": { "containers": [{ "name": "x", "image": "y" }] } });
+        let before = elsewhere.clone();
+        overlay.edit(&mut elsewhere);
+        assert_eq!(elsewhere, before, "a pod with a network of its own");
         let mut service = json!({ "kind": "Service", "spec": { "containers": [{ "image": "x" }] } });
         let before = service.clone();
         overlay.edit(&mut service);

@@ -1,7 +1,7 @@
 //! etcd, kube-apiserver, kube-controller-manager and kube-scheduler.
 
 use std::fs;
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, TcpListener};
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -9,11 +9,10 @@ use anyhow::{Context as _, Result, bail};
 use kerf_toolchain::Toolchain;
 use serde_json::json;
 
+use super::node::{MAX_NODES, NODE_ADDRESSES};
 use super::pki::{Pki, write_kubeconfig};
 use super::process::{Namespaces, Process};
 
-/// The addresses of services. Nothing routes them: there is no kube-proxy.
-const SERVICE_CIDR: &str = "10.96.0.0/16";
 /// Ports below the kernel's range for outgoing connections, in equal parts for all slots.
 const FIRST_PORT: u16 = 20000;
 pub(crate) const PORTS: u16 = 192;
@@ -80,6 +79,19 @@ impl Setup {
         format!("https://127.0.0.1:{}", self.api_port)
     }
 
+    /// An address of the cluster's own, by its distance from the first: a /21 of 198.18.0.0/15 (RFC 2544: for tests,
+    /// routed nowhere), of which each node has a /25 for its pods.
+    pub(crate) fn address(&self, distance: u16) -> Ipv4Addr {
+        let first = u32::from(Ipv4Addr::new(198, 18, 0, 0)) + u32::from(self.slot) * 2048;
+        Ipv4Addr::from(first + u32::from(distance))
+    }
+
+    /// An address of services, which have the last /25. Only the first, 1, leads anywhere, since there is no kube-proxy;
+    /// see [`super::service`].
+    pub(crate) fn service_address(&self, distance: u16) -> Ipv4Addr {
+        self.address(MAX_NODES * NODE_ADDRESSES + distance)
+    }
+
     pub(crate) fn logs(&self) -> PathBuf {
         self.dir.join("logs")
     }
@@ -109,7 +121,7 @@ impl Setup {
                 "kubernetes",
                 "kubernetes.default",
                 "kubernetes.default.svc",
-                "10.96.0.1",
+                &self.service_address(1).to_string(),
             ],
         )?;
         pki.user("kubelet-client", "kube-apiserver-kubelet-client", Some("system:masters"))?;
@@ -180,7 +192,7 @@ impl Setup {
             "--bind-address=127.0.0.1".to_owned(),
             format!("--secure-port={}", self.api_port),
             "--endpoint-reconciler-type=none".to_owned(),
-            format!("--service-cluster-ip-range={SERVICE_CIDR}"),
+            format!("--service-cluster-ip-range={}/25", self.service_address(0)),
             format!("--tls-cert-file={}", file("kube-apiserver.crt")),
             format!("--tls-private-key-file={}", file("kube-apiserver.key")),
             format!("--client-ca-file={}", file("ca.crt")),

@@ -10,6 +10,7 @@ mod node;
 mod pki;
 mod process;
 mod program;
+mod service;
 mod watcher;
 
 use std::collections::{BTreeMap, HashMap};
@@ -27,6 +28,7 @@ use kube::api::{Api, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use nix::sys::inotify::{InitFlags, Inotify};
+use tokio::task::JoinHandle;
 
 use crate::audit::{self, Write};
 use crate::helper;
@@ -69,6 +71,7 @@ pub struct Cluster {
     nodes: RwLock<BTreeMap<String, Arc<Node>>>,
     /// Imported into every node, also those that are added later.
     images: Mutex<Vec<PathBuf>>,
+    service: JoinHandle<()>,
     /// The last field: it is dropped when nothing else is left to do.
     watcher: Watcher,
 }
@@ -114,6 +117,7 @@ impl Cluster {
             Self::start_watched(options, toolchain, dir, Namespaces { helper, pid: hello.init }, hello.slot);
         match started.await {
             Ok((setup, client, components, nodes, images)) => Ok(Self {
+                service: tokio::spawn(service::serve(setup.service_address(1), setup.api_port)),
                 setup,
                 client,
                 components: tokio::sync::Mutex::new(components),
@@ -423,6 +427,7 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
+        self.service.abort();
         if let Err(error) = self.watcher.end() {
             eprintln!("the test cluster did not end cleanly: {error:#}");
         }

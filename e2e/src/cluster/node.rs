@@ -86,9 +86,10 @@ impl fmt::Debug for Node {
     }
 }
 
-/// Nodes of one cluster. The pod addresses of a slot are a /21 of 198.18.0.0/15 (RFC 2544: for tests, routed nowhere),
-/// in sixteen /25.
-pub(crate) const MAX_NODES: u16 = 16;
+/// Nodes of one cluster; see [`Setup::address`].
+pub(crate) const MAX_NODES: u16 = 15;
+/// Pod addresses of one node.
+pub(crate) const NODE_ADDRESSES: u16 = 128;
 
 impl Node {
     /// Lays out the node's folders.
@@ -220,7 +221,7 @@ impl Node {
             "protectKernelDefaults": true,
             "makeIPTablesUtilChains": false,
             // There is no DNS; without an address each pod would get an event about that.
-            "clusterDNS": ["10.96.0.10"],
+            "clusterDNS": [self.setup.service_address(10)],
             "clusterDomain": "cluster.local",
             "resolvConf": "",
             // The host's disk is shared with everything else on it.
@@ -233,10 +234,13 @@ impl Node {
         }
         fs::write(self.dir.join("kubelet.json"), serde_json::to_vec_pretty(&kubelet)?)?;
 
-        let net = u32::from_be_bytes([198, 18, 0, 0])
-            + u32::from(self.setup.slot) * 2048
-            + u32::from(self.index) * 128;
-        let subnet = format!("{}/25", std::net::Ipv4Addr::from(net));
+        let first = self.index * NODE_ADDRESSES;
+        let addresses = json!({
+            "subnet": format!("{}/21", self.setup.address(0)),
+            "rangeStart": self.setup.address(first + 1),
+            "rangeEnd": self.setup.address(first + NODE_ADDRESSES - 2),
+            "gateway": self.setup.service_address(1),
+        });
         let cni = json!({
             "cniVersion": "1.0.0",
             "name": "pods",
@@ -246,7 +250,7 @@ impl Node {
                     "type": "host-local",
                     // Gone with a reboot, as the pods are.
                     "dataDir": "/run/cni",
-                    "ranges": [[{ "subnet": subnet }]],
+                    "ranges": [[addresses]],
                     "routes": [{ "dst": "0.0.0.0/0" }],
                 },
             }],

@@ -2,4 +2,5 @@
 
 mod away;
 mod crash;
+mod deployment;
 mod errors;
