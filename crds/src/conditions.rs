@@ -23,10 +23,14 @@ pub mod policy_reason {
 
 /// Types of conditions on a `GpuNode`.
 pub mod node {
-    /// True when the daemon reads the hardware and follows `spec`.
+    /// True when the daemon reads the hardware and follows `spec`, and kubelet has registered its plugin: a pod that is
+    /// bound before that waits for more than a minute.
     pub const READY: &str = "Ready";
     /// True while a step on the hardware fails; the message names call, GPU and error.
     pub const DEGRADED: &str = "Degraded";
+    /// True when the NVIDIA Container Toolkit tells which of the driver's files belong into containers. Without it only
+    /// images that bring the driver's libraries themselves work.
+    pub const CONTAINER_TOOLKIT: &str = "ContainerToolkit";
 }
 
 /// Reasons on a `GpuNode`'s conditions.
@@ -36,6 +40,10 @@ pub mod node_reason {
     pub const STEP_FAILED: &str = "StepFailed";
     pub const GPU_LOST: &str = "GpuLost";
     pub const HEALTHY: &str = "Healthy";
+    pub const NOT_REGISTERED: &str = "PluginNotRegistered";
+    pub const TOOLKIT_FOUND: &str = "Found";
+    pub const TOOLKIT_NOT_FOUND: &str = "NotFound";
+    pub const TOOLKIT_FAILED: &str = "Failed";
 }
 
 /// Why a GPU is not Kerf's to manage: `status.gpus[].unmanaged.reason`.

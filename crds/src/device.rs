@@ -30,6 +30,8 @@ pub mod attribute {
     pub const INDEX: &str = "index";
     /// Product name of the GPU.
     pub const PRODUCT: &str = "productName";
+    /// Architecture of the GPU, e.g. `Hopper`, where known.
+    pub const ARCHITECTURE: &str = "architecture";
     /// NVML's name of the profile; instances only.
     pub const PROFILE: &str = "profile";
     /// Version of the GPU driver.
@@ -40,6 +42,8 @@ pub mod attribute {
     pub const NUMA_NODE: &str = "numaNode";
     /// Kubernetes' own name for the PCI address (`k8s.io/dynamic-resource-allocation/deviceattribute`).
     pub const PCI_BUS_ID: &str = "resource.kubernetes.io/pciBusID";
+    /// Kubernetes' own name for the PCIe root complex (as above): a claim can demand the same one for a GPU and a NIC.
+    pub const PCIE_ROOT: &str = "resource.kubernetes.io/pcieRoot";
 }
 
 /// Names of capacities.
@@ -51,14 +55,16 @@ pub mod capacity {
 }
 
 /// Attributes that are the same for every device on one GPU: those that constraints can compare.
-pub const GPU_ATTRIBUTES: [&str; 7] = [
+pub const GPU_ATTRIBUTES: [&str; 9] = [
     attribute::PARENT_UUID,
     attribute::INDEX,
     attribute::PRODUCT,
+    attribute::ARCHITECTURE,
     attribute::DRIVER_VERSION,
     attribute::CUDA_VERSION,
     attribute::NUMA_NODE,
     attribute::PCI_BUS_ID,
+    attribute::PCIE_ROOT,
 ];
 
 /// The attributes of a whole GPU (`instance: None`) or of an instance of the profile on it, with the UUID of its MIG
@@ -97,6 +103,12 @@ pub fn attributes(
     }
     if !gpu.pci_address.is_empty() {
         all.insert(attribute::PCI_BUS_ID, text(&gpu.pci_address));
+    }
+    if !gpu.architecture.is_empty() {
+        all.insert(attribute::ARCHITECTURE, text(&gpu.architecture));
+    }
+    if let Some(root) = &gpu.pcie_root {
+        all.insert(attribute::PCIE_ROOT, text(root));
     }
     all
 }

@@ -6,7 +6,7 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::partition_policy::TaintEffect;
+use crate::partition_policy::{TaintEffect, default_concurrent_gpus};
 
 /// Wanted state of a node's GPUs. Written by the operator alone, every write with a precondition on the version that
 /// the decision was made from. A placement exists exactly while its entry is here.
@@ -55,6 +55,9 @@ pub struct DesiredGpu {
     /// Effect of the taint on this GPU's devices when they fail.
     #[serde(default)]
     pub unhealthy_effect: TaintEffect,
+    /// How many GPUs of the node may be reshaped at the same time. The smallest number on the node holds.
+    #[serde(default = "default_concurrent_gpus")]
+    pub max_concurrent_gpus: u32,
 }
 
 /// Wanted MIG mode of a GPU.
@@ -195,7 +198,7 @@ pub struct GpuNodeStatus {
     /// What the GPUs can be cut into, each kind once.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub geometries: Vec<Geometry>,
-    /// `Ready` and `Degraded`.
+    /// `Ready`, `Degraded` and `ContainerToolkit`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub conditions: Vec<Condition>,
 }
@@ -212,6 +215,9 @@ pub struct Gpu {
     pub index: u32,
     /// Product name, e.g. `NVIDIA A100-SXM4-80GB`.
     pub product: String,
+    /// Architecture as NVML names it, e.g. `Hopper`; empty where the driver does not tell.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub architecture: String,
     /// Name of its entry in `geometries`; left out if the GPU cannot be cut.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub geometry: Option<String>,
@@ -224,6 +230,10 @@ pub struct Gpu {
     /// NUMA node, where known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub numa_node: Option<u32>,
+    /// PCIe root complex below which it is, as Linux names it (`pci0000:3a`), where known: devices with the same one
+    /// are near each other.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pcie_root: Option<String>,
     /// MIG mode.
     #[serde(default)]
     pub mig: ObservedMig,

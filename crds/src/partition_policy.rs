@@ -55,7 +55,7 @@ pub struct PartitionPolicySpec {
     #[serde(default)]
     pub placement: PlacementStrategy,
 
-    /// What making room may disturb. By default nothing.
+    /// How fast GPUs are reshaped.
     #[serde(default)]
     pub reshape: ReshapePolicy,
 
@@ -215,63 +215,25 @@ pub enum PlacementStrategy {
     Spread,
 }
 
-/// What making room may disturb, and how fast it may go.
+/// How fast GPUs are reshaped. Nothing is ever disturbed for it: neither a running pod nor another client of the GPU.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ReshapePolicy {
-    /// What may be disturbed to make room. `Nothing`: only free slices are reshaped, no running pod and no client of
-    /// the GPU is touched. `RestartableClients`: the clients named in `restartableClients` may be restarted, but no pod
-    /// that uses a partition.
-    #[serde(default)]
-    pub disturb: Disturb,
-
-    /// How many GPUs of one node may be reshaped at the same time.
+    /// How many GPUs of one node may be reshaped at the same time. Where policies share a node, the smallest number
+    /// holds for all of it.
     #[serde(default = "default_concurrent_gpus")]
     #[schemars(range(min = 1, max = 64))]
     pub max_concurrent_gpus_per_node: u32,
-
-    /// Pods that hold handles on a GPU without computing on it (a DCGM exporter) and that may be deleted, to be
-    /// restarted by their owner, when their handle blocks a reshape. Only pods with a controller are.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 16))]
-    pub restartable_clients: Vec<ClientSelector>,
 }
 
-fn default_concurrent_gpus() -> u32 {
+pub(crate) fn default_concurrent_gpus() -> u32 {
     16
 }
 
 impl Default for ReshapePolicy {
     fn default() -> Self {
-        Self {
-            disturb: Disturb::default(),
-            max_concurrent_gpus_per_node: default_concurrent_gpus(),
-            restartable_clients: Vec::new(),
-        }
+        Self { max_concurrent_gpus_per_node: default_concurrent_gpus() }
     }
-}
-
-/// What may be disturbed to make room.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub enum Disturb {
-    /// No running pod and no client of the GPU.
-    #[default]
-    Nothing,
-    /// The clients named in `restartableClients`, but no pod that uses a partition.
-    RestartableClients,
-}
-
-/// Pods by namespace and label.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "camelCase")]
-pub struct ClientSelector {
-    /// The pods' namespace.
-    #[schemars(length(min = 1, max = 63))]
-    pub namespace: String,
-
-    /// The pods' labels. Empty: every pod of the namespace.
-    #[serde(default)]
-    pub pod_selector: LabelSelector,
 }
 
 /// What happens to pods on hardware that fails (an XID that the driver does not survive, a GPU off the bus).

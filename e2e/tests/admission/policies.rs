@@ -81,10 +81,6 @@ fn what_the_schema_forbids() {
             &["spec.reshape.maxConcurrentGpusPerNode", "greater than or equal to 1"],
         ),
         (
-            json!({ "reshape": { "restartableClients": [{}] } }),
-            &["spec.reshape.restartableClients[0].namespace", "Required value"],
-        ),
-        (
             json!({ "health": { "taintEffect": "Evict" } }),
             &["spec.health.taintEffect", "\"NoSchedule\", \"NoExecute\""],
         ),
@@ -154,12 +150,6 @@ fn what_only_kerf_can_know() {
             &["spec.nodeSelector.matchLabels[pool]", "wildcards"],
         ),
         (
-            json!({ "reshape": { "restartableClients": [
-                { "namespace": "monitoring", "podSelector": { "matchLabels": { "bad key": "x" } } },
-            ] } }),
-            &["spec.reshape.restartableClients[0].podSelector.matchLabels[bad key]"],
-        ),
-        (
             json!({ "mig": { "mode": "Static", "allowedProfiles": ["1g.*"], "layout": [{ "profile": "7g.80gb" }] } }),
             &["spec.mig.layout[0].profile", "not among spec.mig.allowedProfiles (1g.*)"],
         ),
@@ -215,7 +205,7 @@ fn a_small_policy_has_its_defaults_written_out() {
             ("/mig/modeSwitch", json!("WithoutReset")),
             ("/wholeGpus", json!("Ignore")),
             ("/placement", json!("Pack")),
-            ("/reshape/disturb", json!("Nothing")),
+            ("/reshape/maxConcurrentGpusPerNode", json!(16)),
             ("/health/taintEffect", json!("NoSchedule")),
         ] {
             ensure!(stored.pointer(field) == Some(&value), "{field} is {:?}", stored.pointer(field));

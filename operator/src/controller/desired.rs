@@ -247,6 +247,7 @@ fn desired_gpu(gpu: &Gpu, policy: &Arc<PartitionPolicy>, partitions: &[Partition
         mig: if may_switch(gpu, policy) { wanted } else { DesiredMig::Keep },
         allow_reset: policy.spec.mig.mode_switch == ModeSwitch::WithReset,
         unhealthy_effect: policy.spec.health.taint_effect,
+        max_concurrent_gpus: policy.spec.reshape.max_concurrent_gpus_per_node,
     }
 }
 

@@ -107,3 +107,10 @@ fn a_gpu_out_of_the_report_is_spoken_of_as_before() {
     let same = spec(&node, &BTreeMap::new(), claims, Vec::new(), &mut Problems::new());
     assert_eq!(same, node.spec);
 }
+
+#[test]
+fn the_node_is_told_how_many_gpus_to_reshape_at_once() {
+    let of = |spec| desired_gpu(&gpu("GPU-0", 0), &Arc::new(policy("p", spec)), &[]).max_concurrent_gpus;
+    assert_eq!(of(json!({"reshape": {"maxConcurrentGpusPerNode": 2}})), 2);
+    assert_eq!(of(json!({})), 16);
+}

@@ -11,7 +11,7 @@ use std::{
 use kerf_crds::{
     GpuNode, PartitionPolicySpec,
     gpu_node::Geometry,
-    partition_policy::{Disturb, LayoutEntry, MigMode, MigPolicy},
+    partition_policy::{LayoutEntry, MigMode, MigPolicy},
     profile,
 };
 use kerf_planner::layout::pack_layout;
@@ -45,17 +45,6 @@ impl Verdict {
 pub fn validate(spec: &PartitionPolicySpec, nodes: &[Arc<GpuNode>]) -> Verdict {
     let mut verdict = Verdict::default();
     verdict.denials.extend(selector::check(&spec.node_selector, "spec.nodeSelector"));
-    for (index, client) in spec.reshape.restartable_clients.iter().enumerate() {
-        let path = format!("spec.reshape.restartableClients[{index}].podSelector");
-        verdict.denials.extend(selector::check(&client.pod_selector, &path));
-    }
-    if spec.reshape.disturb == Disturb::Nothing && !spec.reshape.restartable_clients.is_empty() {
-        verdict.warnings.push(
-            "spec.reshape.restartableClients has no effect while spec.reshape.disturb is Nothing; set it to \
-             RestartableClients"
-                .to_owned(),
-        );
-    }
     forbidden_profiles(&spec.mig, &mut verdict.denials);
     let models = Models::of(spec, nodes);
     models.check_profiles(&spec.mig, &mut verdict);

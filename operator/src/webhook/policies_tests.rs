@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kerf_crds::{
     gpu_node::{Gpu, GpuNodeStatus, Profile},
-    partition_policy::{ClientSelector, WarmInstances},
+    partition_policy::WarmInstances,
     pattern::Pattern,
 };
 
@@ -166,23 +166,11 @@ fn a_pattern_that_matches_nothing_yet_is_a_warning() {
 }
 
 #[test]
-fn selectors_are_checked_wherever_they_are() {
-    let bad = || LabelSelector {
+fn the_node_selector_is_checked() {
+    let bad = LabelSelector {
         match_labels: Some(BTreeMap::from([("a b".to_owned(), "x".to_owned())])),
         match_expressions: None,
     };
-    let mut spec = PartitionPolicySpec { node_selector: bad(), ..PartitionPolicySpec::default() };
-    let client = ClientSelector { namespace: "monitoring".to_owned(), pod_selector: bad() };
-    spec.reshape.restartable_clients = vec![client];
-    let verdict = validate(&spec, &[]);
-    assert_eq!(
-        fields(&verdict),
-        [
-            "spec.nodeSelector.matchLabels[a b]",
-            "spec.reshape.restartableClients[0].podSelector.matchLabels[a b]"
-        ]
-    );
-    assert_eq!(verdict.warnings.len(), 1, "the clients are never restarted");
-    let denial = verdict.into_result().unwrap_err();
-    assert!(denial.message.contains("restartableClients[0]"), "{denial}");
+    let spec = PartitionPolicySpec { node_selector: bad, ..PartitionPolicySpec::default() };
+    assert_eq!(fields(&validate(&spec, &[])), ["spec.nodeSelector.matchLabels[a b]"]);
 }
