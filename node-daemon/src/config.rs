@@ -50,8 +50,9 @@ pub struct Config {
     #[arg(long, env = "KUBELET_REGISTRY_DIR", default_value = "/var/lib/kubelet/plugins_registry")]
     pub kubelet_registry_dir: PathBuf,
 
-    /// `nvidia-ctk` of the NVIDIA Container Toolkit. Default: searched under the host root; without it the daemon
-    /// describes libraries and devices itself.
+    /// `nvidia-ctk` of the NVIDIA Container Toolkit, as seen by the daemon. If it is not given or not there, the usual
+    /// places under the host root are searched. Without the toolkit containers get device nodes, but neither the
+    /// driver's libraries nor its programs, and the GpuNode's condition ContainerToolkit is False.
     #[arg(long, env = "NVIDIA_CTK")]
     pub nvidia_ctk: Option<PathBuf>,
 

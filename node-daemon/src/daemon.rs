@@ -6,7 +6,7 @@ use anyhow::Context as _;
 use kerf_crds::GpuNode;
 use kube::Client;
 use tokio::signal::unix::{SignalKind, signal};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 
 use crate::cdi::CdiStore;
@@ -16,13 +16,11 @@ use crate::hardware::Driver;
 use crate::health::Health;
 use crate::node::NodeState;
 use crate::ours::{self, Ours};
+use crate::pace::Pace;
 use crate::plugin::Plugin;
 use crate::supervise::supervise;
 use crate::worker::Context;
 use crate::{api, foreign, plugin, probe, reconcile, slices, status};
-
-/// GPUs of one node that are changed at the same time.
-const PACE: usize = 16;
 
 /// Runs until SIGTERM or SIGINT. What was begun is finished by the next process.
 pub async fn run(config: Config) -> anyhow::Result<()> {
@@ -45,7 +43,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         health: Health::load(&config.state_dir, &boot_id),
         notes,
         verdicts: verdict,
-        pace: Arc::new(Semaphore::new(PACE)),
+        pace: Pace::default(),
         rounds: round,
         proc_root: Arc::from(config.proc_root.as_path()),
     };

@@ -45,6 +45,8 @@ pub struct Gpu {
     pub pci_address: String,
     /// NUMA node, where known.
     pub numa_node: Option<u32>,
+    /// PCIe root complex below which it is, as Linux names it: `pci0000:3a`; where known.
+    pub pcie_root: Option<String>,
     /// Usable memory of the whole GPU in bytes (total less what the driver reserves).
     pub memory_bytes: u64,
     /// MIG mode.

@@ -15,6 +15,7 @@ pub mod holders;
 pub mod inventory;
 pub mod node;
 pub mod ours;
+pub mod pace;
 pub mod plugin;
 pub mod prepared;
 pub mod probe;

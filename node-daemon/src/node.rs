@@ -37,6 +37,17 @@ pub struct GpuReport {
     pub problem: Option<Reason>,
 }
 
+/// kubelet's word on the plugin.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Kubelet {
+    /// It has not been heard of since this process or kubelet started.
+    #[default]
+    Unheard,
+    Registered,
+    /// kubelet's own words.
+    Refused(String),
+}
+
 /// Handle on everything that is shared. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct NodeState(Arc<Shared>);
@@ -54,6 +65,10 @@ pub struct Shared {
     pub reports: watch::Sender<BTreeMap<String, GpuReport>>,
     /// Claims between Prepare and Unprepare.
     pub prepared: PreparedStore,
+    /// Whether kubelet knows the plugin.
+    pub kubelet: watch::Sender<Kubelet>,
+    /// What keeps the driver's libraries out of containers, if anything; `None` until it was looked into.
+    pub toolkit: watch::Sender<Option<Option<Reason>>>,
     /// UID of the Node object, for owner references; `None` until it has been read.
     pub node_uid: watch::Sender<Option<String>>,
     looks: Mutex<Looks>,
@@ -87,6 +102,8 @@ impl NodeState {
             inventory: watch::Sender::new(None),
             reports: watch::Sender::default(),
             prepared: PreparedStore::new(prepared),
+            kubelet: watch::Sender::default(),
+            toolkit: watch::Sender::new(None),
             node_uid: watch::Sender::new(None),
             looks: Mutex::default(),
             rescan: Notify::new(),

@@ -15,7 +15,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::backoff::Backoff;
 use crate::inventory::{Gpu, Instance, Inventory};
-use crate::node::{GpuReport, NodeState, SeenSpec};
+use crate::node::{GpuReport, Kubelet, NodeState, SeenSpec};
 use crate::prepared::{DeviceKey, PreparedClaims, PreparedDevice, holders};
 
 /// Changes that come within this time of each other are one write.
@@ -31,11 +31,14 @@ pub struct Parts<'a> {
     pub inventory: &'a Inventory,
     pub reports: &'a BTreeMap<String, GpuReport>,
     pub prepared: &'a PreparedClaims,
+    pub kubelet: &'a Kubelet,
+    /// As in [`crate::node::Shared::toolkit`].
+    pub toolkit: Option<&'a Option<Reason>>,
 }
 
 /// Puts the status together. `before` is where unchanged conditions keep their time of transition from.
 pub fn build(parts: Parts<'_>, before: &[Condition], now: Timestamp) -> GpuNodeStatus {
-    let Parts { spec, inventory, reports, prepared } = parts;
+    let Parts { spec, inventory, reports, prepared, kubelet: _, toolkit: _ } = parts;
     let (geometries, geometry_names) = name_geometries(inventory);
     let gpus: Vec<api::Gpu> = inventory
         .gpus
@@ -47,7 +50,7 @@ pub fn build(parts: Parts<'_>, before: &[Condition], now: Timestamp) -> GpuNodeS
         })
         .collect();
     let observed_generation = observed_generation(spec, inventory, reports);
-    let conditions = conditions(inventory, &gpus, observed_generation, before, now);
+    let conditions = conditions(parts, &gpus, observed_generation, before, now);
     GpuNodeStatus {
         observed_generation,
         gpu_count: gpus.len() as u32,
@@ -87,10 +90,12 @@ fn report_gpu(
         uuid: gpu.uuid.clone(),
         index: gpu.index,
         product: gpu.product.clone(),
+        architecture: gpu.architecture.clone(),
         geometry,
         memory_bytes: gpu.memory_bytes,
         pci_address: gpu.pci_address.clone(),
         numa_node: gpu.numa_node,
+        pcie_root: gpu.pcie_root.clone(),
         mig: gpu.mig,
         unmanaged: gpu.unmanaged.clone(),
         unhealthy: gpu.unhealthy.clone(),
@@ -168,15 +173,23 @@ fn layout_summary(inventory: &Inventory) -> String {
 }
 
 fn conditions(
-    inventory: &Inventory,
+    Parts { inventory, kubelet, toolkit, .. }: Parts<'_>,
     gpus: &[api::Gpu],
     observed_generation: Option<i64>,
     before: &[Condition],
     now: Timestamp,
 ) -> Vec<Condition> {
-    let ready = match &inventory.unavailable {
-        Some(reason) => (false, reason.reason.clone(), reason.message.clone()),
-        None => (true, node_reason::FOLLOWING.to_owned(), String::new()),
+    let not_registered = |why: String| (false, node_reason::NOT_REGISTERED.to_owned(), why);
+    let ready = match (&inventory.unavailable, kubelet) {
+        (Some(reason), _) => (false, reason.reason.clone(), reason.message.clone()),
+        (None, Kubelet::Registered) => (true, node_reason::FOLLOWING.to_owned(), String::new()),
+        (None, Kubelet::Unheard) => not_registered(format!(
+            "kubelet has not registered the plugin {} yet; it looks for its socket in --kubelet-registry-dir",
+            names::DRIVER
+        )),
+        (None, Kubelet::Refused(error)) => {
+            not_registered(format!("kubelet refused to register the plugin {}: {error}", names::DRIVER))
+        }
     };
     let lost = gpus.iter().find_map(|gpu| gpu.unhealthy.as_ref()).or(inventory.unreadable.first());
     // What merely waits, for a process to end say, is no failure.
@@ -209,7 +222,13 @@ fn conditions(
             last_transition_time: unchanged.map_or(Time(now), |old| old.last_transition_time.clone()),
         }
     };
-    vec![make(condition::READY, ready), make(condition::DEGRADED, degraded)]
+    let toolkit = toolkit.map(|trouble| match trouble {
+        None => (true, node_reason::TOOLKIT_FOUND.to_owned(), String::new()),
+        Some(Reason { reason, message }) => (false, reason.clone(), message.clone()),
+    });
+    let mut conditions = vec![make(condition::READY, ready), make(condition::DEGRADED, degraded)];
+    conditions.extend(toolkit.map(|toolkit| make(condition::CONTAINER_TOOLKIT, toolkit)));
+    conditions
 }
 
 /// Writes the status for as long as it runs. A write that fails is tried again with what is true by then.
@@ -219,6 +238,8 @@ pub async fn write(client: Client, state: NodeState) -> anyhow::Result<()> {
     let mut inventories = state.inventory.subscribe();
     let mut reports = state.reports.subscribe();
     let mut prepared = state.prepared.subscribe();
+    let mut kubelet = state.kubelet.subscribe();
+    let mut toolkit = state.toolkit.subscribe();
     let mut written: Option<(String, GpuNodeStatus)> = None;
     let mut backoff = Backoff::new(&state.node_name);
     loop {
@@ -226,12 +247,21 @@ pub async fn write(client: Client, state: NodeState) -> anyhow::Result<()> {
         inventories.mark_unchanged();
         reports.mark_unchanged();
         prepared.mark_unchanged();
+        kubelet.mark_unchanged();
+        toolkit.mark_unchanged();
         let mut refresh = REFRESH;
         if let (Some(seen), Some(inventory)) = (state.seen_spec(), state.latest()) {
             let claims = state.prepared.snapshot();
             let known = state.reports.borrow().clone();
-            let parts =
-                Parts { spec: Some(&seen), inventory: &inventory, reports: &known, prepared: &claims };
+            let (heard, libraries) = (state.kubelet.borrow().clone(), state.toolkit.borrow().clone());
+            let parts = Parts {
+                spec: Some(&seen),
+                inventory: &inventory,
+                reports: &known,
+                prepared: &claims,
+                kubelet: &heard,
+                toolkit: libraries.as_ref(),
+            };
             let before = written.as_ref().map(|(_, status)| status.conditions.clone());
             let before = match before {
                 Some(before) => before,
@@ -259,6 +289,8 @@ pub async fn write(client: Client, state: NodeState) -> anyhow::Result<()> {
                 _ = inventories.changed() => {}
                 _ = reports.changed() => {}
                 _ = prepared.changed() => {}
+                _ = kubelet.changed() => {}
+                _ = toolkit.changed() => {}
             }
         });
         match changed.await {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kerf_crds::conditions::{node_reason, problem_reason, unmanaged_reason};
 use kerf_crds::gpu_node::{ClaimReference, DesiredGpu, Partition, Reason};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use crate::backoff::Backoff;
@@ -17,7 +17,8 @@ use crate::holders;
 use crate::inventory::Gpu;
 use crate::node::{GpuReport, NodeState, SeenSpec};
 use crate::ours::Ours;
-use crate::prepared::DeviceKey;
+use crate::pace::Pace;
+use crate::prepared::{Condemned, DeviceKey};
 use crate::step::{Desired, Observed, Step, due_steps};
 
 /// How soon to look again while something is waited for that only a look can show: processes that end.
@@ -48,8 +49,7 @@ pub struct Context {
     pub notes: Notes,
     /// Is somebody else handing out the GPUs? See [`crate::foreign`].
     pub verdicts: watch::Receiver<Option<Option<Reason>>>,
-    /// How many GPUs may be changed at the same time.
-    pub pace: Arc<Semaphore>,
+    pub pace: Pace,
     /// Counts rounds of looking at everything.
     pub rounds: watch::Receiver<u64>,
     /// Where the driver's `/proc` files are.
@@ -87,6 +87,8 @@ struct Worker {
     failed: Vec<Failed>,
     /// By what the GPU is blocked, and since when.
     blocked: Option<(String, Instant)>,
+    /// What the last step disturbed: barred from Prepare until everybody can see what became of it.
+    condemned: Option<Condemned>,
 }
 
 /// Runs one GPU's worker until it is dropped.
@@ -99,6 +101,7 @@ pub async fn run(context: Context, identity: Identity) -> anyhow::Result<()> {
         unseen: None,
         failed: Vec::new(),
         blocked: None,
+        condemned: None,
     };
     let mut seen_round = None;
     loop {
@@ -263,6 +266,7 @@ impl Worker {
             });
             gpu.unhealthy = Some(reason.clone());
             self.context.state.publish_gpu(gpu);
+            self.condemned = None;
         }
         if let Some(spec) = spec {
             self.report(spec, Some(reason).filter(|_| !gone));
@@ -273,8 +277,7 @@ impl Worker {
     /// Takes one step, if its ground still is what it was decided on.
     async fn take(&mut self, step: Step, concern: &Concern, spec: &Arc<SeenSpec>) -> Option<Instant> {
         let uuid = self.identity.uuid.clone();
-        // Closed only when the daemon ends.
-        let _turn = self.context.pace.clone().acquire_owned().await.ok();
+        let _turn = self.context.pace.turn(&self.context.state).await;
         let condemned = match step.disturbs(&uuid) {
             None => None,
             Some(key) => match self.context.state.prepared.condemn(key, step.users()) {
@@ -286,6 +289,7 @@ impl Worker {
         if self.concern().0 != *concern {
             return None;
         }
+        self.condemned = condemned;
         if let Err(error) = self.context.ours.intend(&uuid, &step) {
             let message =
                 format!("the checkpoint of instances cannot be written, so nothing is created: {error}");
@@ -312,7 +316,6 @@ impl Worker {
                 call.await
             }
         };
-        drop(condemned);
         match result {
             Ok(()) => {
                 tracing::info!(gpu = %uuid, milliseconds = started.elapsed().as_millis() as u64, "done: {step}");
@@ -391,6 +394,7 @@ impl Worker {
     fn publish(&mut self, gpu: Gpu) {
         self.last = Some(gpu.clone());
         self.context.state.publish_gpu(gpu);
+        self.condemned = None;
     }
 
     /// Waits for a change of what concerns this GPU, or until then. A new generation that leaves this GPU as it is

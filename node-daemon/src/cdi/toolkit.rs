@@ -6,7 +6,6 @@
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde::Deserialize as _;
@@ -46,7 +45,6 @@ pub struct Toolkit {
     dev_root: PathBuf,
     /// Driver version and its edits. The lock is held while the toolkit runs: it runs once.
     known: Mutex<Option<(String, Arc<ContainerEdits>)>>,
-    absence_told: AtomicBool,
 }
 
 impl Toolkit {
@@ -59,29 +57,22 @@ impl Toolkit {
             host_driver_root: config.host_driver_root.clone(),
             dev_root: config.dev_root().to_owned(),
             known: Mutex::new(None),
-            absence_told: AtomicBool::new(false),
         }
     }
 
-    /// What every container needs besides device nodes: mounts, hooks, environment. Empty without the toolkit: images
+    /// What every container needs besides device nodes: mounts, hooks, environment. `None` without the toolkit: images
     /// then have to bring the driver's libraries themselves.
-    pub async fn common_edits(&self, driver_version: &str) -> Result<Arc<ContainerEdits>, ToolkitError> {
+    pub async fn common_edits(
+        &self,
+        driver_version: &str,
+    ) -> Result<Option<Arc<ContainerEdits>>, ToolkitError> {
         let mut known = self.known.lock().await;
         if let Some((version, edits)) = &*known
             && version == driver_version
         {
-            return Ok(edits.clone());
+            return Ok(Some(edits.clone()));
         }
-        let Some(program) = self.find() else {
-            if !self.absence_told.swap(true, Ordering::Relaxed) {
-                tracing::warn!(
-                    host_root = %self.host_root.display(),
-                    "nvidia-ctk is not installed: containers get device nodes, but neither the driver's libraries nor \
-                     its programs. Install the NVIDIA Container Toolkit on the node, or name the program with --nvidia-ctk"
-                );
-            }
-            return Ok(Arc::default());
-        };
+        let Some(program) = self.find() else { return Ok(None) };
         let edits = Arc::new(self.generate(&program).await?);
         tracing::info!(
             driver = driver_version,
@@ -91,12 +82,21 @@ impl Toolkit {
             "the container toolkit listed the driver's files"
         );
         *known = Some((driver_version.to_owned(), edits.clone()));
-        Ok(edits)
+        Ok(Some(edits))
+    }
+
+    fn candidates(&self) -> impl Iterator<Item = PathBuf> {
+        self.program.clone().into_iter().chain(PLACES.iter().map(|place| self.host_root.join(place)))
     }
 
     fn find(&self) -> Option<PathBuf> {
-        let places = PLACES.iter().map(|place| self.host_root.join(place));
-        self.program.clone().into_iter().chain(places).find(|path| path.is_file())
+        self.candidates().find(|path| path.is_file())
+    }
+
+    /// Where the program is looked for, in words.
+    pub fn places(&self) -> String {
+        let places: Vec<String> = self.candidates().map(|path| path.display().to_string()).collect();
+        places.join(", ")
     }
 
     async fn generate(&self, program: &Path) -> Result<ContainerEdits, ToolkitError> {
@@ -220,16 +220,16 @@ mod tests {
         let count = host.path().join("count");
         install(host.path(), &format!("echo \"$@\" >> {}\ncat <<'E'\n{OUTPUT}\nE", count.display()));
         let toolkit = toolkit(host.path());
-        let edits = toolkit.common_edits("580.1").await.unwrap();
+        let edits = toolkit.common_edits("580.1").await.unwrap().unwrap();
         assert!(edits.device_nodes.is_empty(), "device nodes are Kerf's own choice");
         assert_eq!(edits.mounts[0].host_path, "/run/nvidia/driver/usr/lib/libcuda.so.1");
         assert_eq!(edits.mounts[1].host_path, "/dev/null");
         assert_eq!(edits.hooks[0].args, ["nvidia-cdi-hook", "update-ldcache"]);
-        toolkit.common_edits("580.1").await.unwrap();
+        toolkit.common_edits("580.1").await.unwrap().unwrap();
         let calls = std::fs::read_to_string(&count).unwrap();
         assert_eq!(calls.lines().count(), 1, "once per driver version");
         assert!(calls.contains("--nvidia-cdi-hook-path=/usr/bin/nvidia-ctk"), "a path of the host: {calls}");
-        toolkit.common_edits("590.1").await.unwrap();
+        toolkit.common_edits("590.1").await.unwrap().unwrap();
         assert_eq!(std::fs::read_to_string(&count).unwrap().lines().count(), 2);
     }
 
@@ -237,7 +237,7 @@ mod tests {
     async fn without_the_toolkit_there_are_no_libraries_but_a_failing_one_is_an_error() {
         let host = tempfile::tempdir().unwrap();
         let toolkit = toolkit(host.path());
-        assert_eq!(*toolkit.common_edits("580.1").await.unwrap(), ContainerEdits::default());
+        assert_eq!(toolkit.common_edits("580.1").await.unwrap(), None);
         install(host.path(), "echo 'no NVML here' >&2; exit 3");
         let error = toolkit.common_edits("580.1").await.unwrap_err().to_string();
         assert!(error.contains("no NVML here") && error.contains("nvidia-ctk"), "{error}");
@@ -250,6 +250,6 @@ mod tests {
                 "case \"$*\" in *--device-id*) echo 'flag provided but not defined: -device-id' >&2; exit 1;; esac\ncat <<'E'\n{OUTPUT}\nE"
             ),
         );
-        assert_eq!(toolkit.common_edits("580.1").await.unwrap().mounts.len(), 2);
+        assert_eq!(toolkit.common_edits("580.1").await.unwrap().unwrap().mounts.len(), 2);
     }
 }

@@ -1,5 +1,6 @@
 //! One look at one GPU.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use kerf_crds::gpu_node::ObservedMig;
@@ -68,6 +69,7 @@ fn fixed_part(raw: &RawGpu<'_>, identity: &Identity) -> Result<Gpu, Failure> {
             .map(|capability| format!("{}.{}", capability.major, capability.minor))
             .unwrap_or_default(),
         numa_node: numa_node(raw, &pci_address),
+        pcie_root: pcie_root(Path::new("/sys"), &pci_address),
         pci_address,
         memory_bytes: match device.memory_info() {
             Ok(memory) => memory.total.saturating_sub(memory.reserved),
@@ -85,6 +87,13 @@ fn numa_node(raw: &RawGpu<'_>, pci_address: &str) -> Option<u32> {
         // -1 where the machine has no NUMA.
         text.trim().parse().ok()
     })
+}
+
+/// The kernel links each PCI device to its place in the tree: `/sys/devices/pci0000:3a/0000:3a:00.0/0000:3b:00.0`.
+fn pcie_root(sys: &Path, pci_address: &str) -> Option<String> {
+    let place = std::fs::canonicalize(sys.join("bus/pci/devices").join(pci_address)).ok()?;
+    let mut names = place.iter().filter_map(|name| name.to_str());
+    names.find(|name| name.starts_with("pci") && name.contains(':')).map(str::to_owned)
 }
 
 /// NVML writes the domain with eight digits and in capitals, Linux with four and in small letters.
@@ -265,5 +274,17 @@ mod tests {
         assert_eq!(short_pci_address("00000000:3B:00.0"), "0000:3b:00.0");
         assert_eq!(short_pci_address("0000:3B:00.0"), "0000:3b:00.0");
         assert_eq!(short_pci_address("00010000:3B:00.0"), "00010000:3b:00.0");
+    }
+
+    #[test]
+    fn the_pcie_root_is_read_off_the_kernels_tree() {
+        let sys = tempfile::tempdir().unwrap();
+        let place = "devices/pci0000:3a/0000:3a:00.0/0000:3b:00.0";
+        std::fs::create_dir_all(sys.path().join(place)).unwrap();
+        let links = sys.path().join("bus/pci/devices");
+        std::fs::create_dir_all(&links).unwrap();
+        std::os::unix::fs::symlink(sys.path().join(place), links.join("0000:3b:00.0")).unwrap();
+        assert_eq!(pcie_root(sys.path(), "0000:3b:00.0").as_deref(), Some("pci0000:3a"));
+        assert_eq!(pcie_root(sys.path(), "0000:3c:00.0"), None);
     }
 }

@@ -1,7 +1,11 @@
 //! Device health for pod status: kubelet shows it in `status.containerStatuses[].allocatedResourcesStatus`.
+//!
+//! kubelet watches it for as long as it knows the plugin, so the end of the last watch tells that kubelet has gone.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use kerf_crds::gpu_node::Reason;
@@ -16,7 +20,7 @@ use super::proto::health::{
     DeviceHealth, DeviceIdentifier, HealthStatus, NodeWatchResourcesRequest, NodeWatchResourcesResponse,
 };
 use crate::inventory::Inventory;
-use crate::node::NodeState;
+use crate::node::{Kubelet, NodeState};
 use crate::prepared::PreparedClaims;
 
 /// kubelet takes the health of a device for unknown after 30 s of silence.
@@ -28,7 +32,16 @@ const MAX_MESSAGE: usize = 1024;
 /// Answers kubelet on the service socket.
 #[derive(Clone, Debug)]
 pub struct HealthService {
-    pub state: NodeState,
+    state: NodeState,
+    /// How many calls watch just now.
+    watches: Arc<AtomicUsize>,
+}
+
+impl HealthService {
+    /// Nobody watches yet.
+    pub fn new(state: NodeState) -> Self {
+        Self { state, watches: Arc::default() }
+    }
 }
 
 #[tonic::async_trait]
@@ -41,7 +54,15 @@ impl DraResourceHealth for HealthService {
         _: Request<NodeWatchResourcesRequest>,
     ) -> Result<Response<Self::NodeWatchResourcesStream>, Status> {
         let (sender, receiver) = mpsc::channel(1);
-        tokio::spawn(report(self.state.clone(), sender));
+        let (state, watches) = (self.state.clone(), self.watches.clone());
+        watches.fetch_add(1, Ordering::Relaxed);
+        state.kubelet.send_replace(Kubelet::Registered);
+        tokio::spawn(async move {
+            report(state.clone(), sender).await;
+            if watches.fetch_sub(1, Ordering::Relaxed) == 1 {
+                state.kubelet.send_replace(Kubelet::Unheard);
+            }
+        });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 }

@@ -6,13 +6,17 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use kerf_crds::gpu_node::ClaimReference;
+use kerf_crds::conditions::node_reason;
+use kerf_crds::gpu_node::{ClaimReference, Reason};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::authorize::{PrepareError, authorize, claim_name, confirm};
 use super::checkpoint::{Checkpoint, is_uid};
 use super::reader::{ClaimReader, ReadError};
-use crate::cdi::{CdiStore, DriverFiles, NodesError, Toolkit, ToolkitError, claim_spec, device_id};
+use crate::cdi::{
+    CdiStore, ContainerEdits, DriverFiles, NodesError, Toolkit, ToolkitError, claim_spec, device_id,
+};
+use crate::inventory::Inventory;
 use crate::node::NodeState;
 use crate::prepared::{Prepared, PreparedDevice, Refused};
 
@@ -140,25 +144,19 @@ impl Preparer {
         claim: &mut Option<ResourceClaim>,
         deadline: Instant,
     ) -> Result<Prepared, Failure> {
-        let inventory = self.state.latest().ok_or(PrepareError::NotRead("the node's GPUs"))?;
-        let spec = self.state.seen_spec();
-        let known = self.state.prepared.snapshot();
-        let node = &self.state.node_name;
-        let devices = match known.get(&asked.uid) {
-            Some(record) => confirm(record, node, spec.as_deref().map(|seen| &seen.spec), &inventory)?,
-            None => {
-                let spec = spec.ok_or(PrepareError::NotRead("its node's GpuNode"))?;
-                let claim = match claim {
-                    Some(claim) => claim,
-                    None => claim.insert(self.read(asked, deadline).await?),
-                };
-                authorize(claim, asked, node, &spec.spec, &inventory, &known)?
-            }
-        };
-        let record = Prepared { claim: asked.clone(), devices: with_cdi(&asked.uid, devices) };
-        let common = timeout_at(deadline, self.toolkit.common_edits(&inventory.driver_version))
+        if claim.is_none() && !self.state.prepared.snapshot().contains_key(&asked.uid) {
+            self.state.latest().ok_or(PrepareError::NotRead("the node's GPUs"))?;
+            self.state.seen_spec().ok_or(PrepareError::NotRead("its node's GpuNode"))?;
+            *claim = Some(self.read(asked, deadline).await?);
+        }
+        let (_, inventory) = self.devices(asked, claim.as_ref())?;
+        let common = timeout_at(deadline, self.libraries(&inventory.driver_version))
             .await
             .map_err(|_| PrepareError::NotRead("the list of the driver's files"))??;
+        // Looked at again: between this and the record nothing waits, so no worker changes a device in between.
+        let known = self.state.prepared.snapshot();
+        let (devices, _) = self.devices(asked, claim.as_ref())?;
+        let record = Prepared { claim: asked.clone(), devices: with_cdi(&asked.uid, devices) };
         // In memory first: from here on nobody destroys the devices or gets them for another claim.
         self.state.prepared.record(record.clone())?;
         let written = self.write(record.clone(), common).await;
@@ -171,6 +169,59 @@ impl Preparer {
         }
         self.state.request_scan();
         Ok(record)
+    }
+
+    /// The devices that the claim may have by all that is known now, and the inventory that says so.
+    fn devices(
+        &self,
+        asked: &ClaimReference,
+        claim: Option<&ResourceClaim>,
+    ) -> Result<(Vec<PreparedDevice>, Arc<Inventory>), Failure> {
+        let inventory = self.state.latest().ok_or(PrepareError::NotRead("the node's GPUs"))?;
+        let spec = self.state.seen_spec();
+        let spec = spec.as_deref().map(|seen| &seen.spec);
+        let known = self.state.prepared.snapshot();
+        let node = &self.state.node_name;
+        let devices = match (known.get(&asked.uid), claim) {
+            (Some(record), _) => confirm(record, node, spec, &inventory)?,
+            (None, Some(claim)) => {
+                let spec = spec.ok_or(PrepareError::NotRead("its node's GpuNode"))?;
+                authorize(claim, asked, node, spec, &inventory, &known)?
+            }
+            (None, None) => return Err(PrepareError::NotRead("the claim").into()),
+        };
+        Ok((devices, inventory))
+    }
+
+    /// What the toolkit says of the driver's files; whether it can is shown on the GpuNode.
+    pub async fn libraries(&self, driver_version: &str) -> Result<Arc<ContainerEdits>, ToolkitError> {
+        let answer = self.toolkit.common_edits(driver_version).await;
+        let trouble = match &answer {
+            Ok(Some(_)) => None,
+            Ok(None) => Some(Reason {
+                reason: node_reason::TOOLKIT_NOT_FOUND.into(),
+                message: format!(
+                    "nvidia-ctk is not installed: containers get device nodes, but neither the driver's libraries nor its \
+                     programs. Install the NVIDIA Container Toolkit on the node, or name the program with --nvidia-ctk \
+                     (looked for {})",
+                    self.toolkit.places()
+                ),
+            }),
+            Err(error) => {
+                Some(Reason { reason: node_reason::TOOLKIT_FAILED.into(), message: error.to_string() })
+            }
+        };
+        self.state.toolkit.send_if_modified(|known| {
+            let news = known.as_ref() != Some(&trouble);
+            if news {
+                if let Some(Reason { reason, message }) = &trouble {
+                    tracing::warn!(reason, "{message}");
+                }
+                *known = Some(trouble);
+            }
+            news
+        });
+        Ok(answer?.unwrap_or_default())
     }
 
     async fn read(&self, asked: &ClaimReference, deadline: Instant) -> Result<ResourceClaim, Failure> {
@@ -193,7 +244,7 @@ impl Preparer {
     }
 
     /// The record, then the CDI spec, both on disk when it returns.
-    async fn write(&self, record: Prepared, common: Arc<crate::cdi::ContainerEdits>) -> Result<(), Failure> {
+    async fn write(&self, record: Prepared, common: Arc<ContainerEdits>) -> Result<(), Failure> {
         let this = self.clone();
         blocking(move || {
             this.checkpoint.write(&record)?;
@@ -240,7 +291,7 @@ impl Preparer {
         let spec = spec.as_deref().map(|seen| &seen.spec);
         let Ok(devices) = confirm(record, &self.state.node_name, spec, &inventory) else { return Ok(false) };
         let record = Prepared { claim: record.claim.clone(), devices };
-        let common = self.toolkit.common_edits(&inventory.driver_version).await?;
+        let common = self.libraries(&inventory.driver_version).await?;
         self.state.prepared.record(record.clone())?;
         let this = self.clone();
         blocking(move || {

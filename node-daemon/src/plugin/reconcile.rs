@@ -15,6 +15,9 @@ use crate::inventory::Inventory;
 use crate::node::NodeState;
 use crate::prepared::{DeviceKey, Prepared, PreparedClaims, PreparedDevice};
 
+/// How often a toolkit that is missing is looked for.
+const TOOLKIT_AGAIN: Duration = Duration::from_secs(60);
+
 /// First look for claims that a reboot left behind: kubelet, which takes back most of them itself, comes first.
 const STALE_FIRST: Duration = Duration::from_secs(120);
 /// While there are some, further looks.
@@ -116,11 +119,9 @@ impl Preparer {
                 if driver != seen.driver_version {
                     done.clear();
                     driver.clone_from(&seen.driver_version);
-                    // Known before the first pod comes, which then does not wait for it.
-                    if let Err(error) = self.toolkit.common_edits(&driver).await {
-                        tracing::warn!("the driver's libraries are not known yet: {error}");
-                    }
                 }
+                // Known before the first pod comes, which then does not wait for it. An error shows on the GpuNode.
+                let _ = self.libraries(&driver).await;
                 let known = self.state.prepared.snapshot();
                 done.retain(|uid| known.contains_key(uid));
                 for (uid, record) in known.iter() {
@@ -136,8 +137,10 @@ impl Preparer {
                     }
                 }
             }
-            if inventory.changed().await.is_err() {
-                return;
+            tokio::select! {
+                changed = inventory.changed() => if changed.is_err() { return },
+                // A toolkit that is missing may come without any other change.
+                () = tokio::time::sleep(TOOLKIT_AGAIN) => {}
             }
         }
     }

@@ -7,6 +7,7 @@ use tonic::{Request, Response, Status};
 
 use super::proto::registration::registration_server::Registration;
 use super::proto::registration::{InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse};
+use crate::node::{Kubelet, NodeState};
 
 /// Kind of plugin, as kubelet's registration knows it.
 const TYPE: &str = "DRAPlugin";
@@ -17,6 +18,7 @@ const SERVICES: [&str; 2] = ["v1.DRAPlugin", "v1.DRAResourceHealth"];
 /// Answers kubelet on the registration socket.
 #[derive(Clone, Debug)]
 pub struct RegistrationService {
+    pub state: NodeState,
     /// The service socket.
     pub endpoint: PathBuf,
 }
@@ -37,14 +39,16 @@ impl Registration for RegistrationService {
         status: Request<RegistrationStatus>,
     ) -> Result<Response<RegistrationStatusResponse>, Status> {
         let status = status.into_inner();
-        if status.plugin_registered {
+        self.state.kubelet.send_replace(if status.plugin_registered {
             tracing::info!("registered with kubelet");
+            Kubelet::Registered
         } else {
             tracing::error!(
                 error = status.error,
                 "kubelet refused the registration; pods with claims do not start here"
             );
-        }
+            Kubelet::Refused(status.error)
+        });
         Ok(Response::new(RegistrationStatusResponse {}))
     }
 }

@@ -74,8 +74,9 @@ impl Plugin {
     pub async fn run(self, stop: watch::Receiver<bool>) -> io::Result<()> {
         let upkeep = upkeep(self.preparer.clone());
         let service = DraService { preparer: self.preparer.clone(), patience: self.patience };
-        let health = HealthService { state: self.preparer.state.clone() };
-        let registration = RegistrationService { endpoint: self.service_socket.clone() };
+        let health = HealthService::new(self.preparer.state.clone());
+        let registration =
+            RegistrationService { state: self.preparer.state.clone(), endpoint: self.service_socket.clone() };
         let serving = serve(
             self.service_socket,
             || {

@@ -34,6 +34,8 @@ pub async fn serve(
         });
         loop {
             tokio::select! {
+                // First: a server that was told to stop ends too, and that is no failure.
+                biased;
                 () = stopped(&mut stop) => {
                     while servers.join_next().await.is_some() {}
                     return Ok(());
@@ -88,7 +90,13 @@ fn bind(path: &Path) -> io::Result<UnixListener> {
 
 #[cfg(test)]
 mod tests {
+    use tonic::transport::Server;
+
     use super::*;
+    use crate::node::NodeState;
+    use crate::plugin::proto::registration::registration_server::RegistrationServer;
+    use crate::plugin::registration::RegistrationService;
+    use crate::prepared::PreparedClaims;
 
     #[tokio::test]
     async fn stale_sockets_are_replaced_and_other_files_are_not() {
@@ -102,5 +110,26 @@ mod tests {
         assert!(bind(&file).unwrap_err().to_string().contains("no socket"));
         let long = directory.path().join("x".repeat(120));
         assert!(bind(&long).unwrap_err().to_string().contains("107"), "says what is possible");
+    }
+
+    #[tokio::test]
+    async fn being_told_to_stop_is_no_error() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("x.sock");
+        // Often, since the server and its keeper hear of it in no particular order.
+        for _ in 0..64 {
+            let (stop, stopped) = watch::channel(false);
+            let state = NodeState::new("n", PreparedClaims::new());
+            let service = RegistrationService { state, endpoint: path.clone() };
+            let router = move || Server::builder().add_service(RegistrationServer::new(service.clone()));
+            let server = tokio::spawn(serve(path.clone(), router, stopped));
+            while !path.exists() {
+                tokio::task::yield_now().await;
+            }
+            tokio::task::yield_now().await;
+            stop.send_replace(true);
+            server.await.unwrap().unwrap();
+            std::fs::remove_file(&path).unwrap();
+        }
     }
 }

@@ -417,3 +417,59 @@ async fn kubelet_hears_of_health_at_once() {
     drop(stream);
     daemon.task.await.unwrap().unwrap();
 }
+
+#[tokio::test]
+async fn it_is_known_whether_kubelet_knows_the_plugin() {
+    use super::proto::registration::RegistrationStatus;
+    use crate::node::Kubelet;
+
+    let mut node = Node::new();
+    node.ready();
+    node.start("boot-1", PATIENT).await;
+    let mut kubelet = node.state.kubelet.subscribe();
+    assert_eq!(*kubelet.borrow(), Kubelet::Unheard);
+    let registry = connect(&node.config.kubelet_registry_dir.join(super::server::REGISTRATION_SOCKET)).await;
+    let mut registry = RegistrationClient::new(registry);
+    let mut notify = async |plugin_registered: bool| {
+        let error = if plugin_registered { String::new() } else { "why".to_owned() };
+        let status = RegistrationStatus { plugin_registered, error };
+        registry.notify_registration_status(status).await.unwrap();
+    };
+    notify(false).await;
+    assert_eq!(*kubelet.borrow(), Kubelet::Refused("why".into()));
+    notify(true).await;
+    assert_eq!(*kubelet.borrow(), Kubelet::Registered);
+
+    // kubelet goes; another comes, and watches before the daemon hears that one of the old watches has ended.
+    let service = node.config.kubelet_plugins_dir.join("gpu.kerf.dev/dra.sock");
+    let watch = async || {
+        let mut client = DraResourceHealthClient::new(connect(&service).await);
+        let mut stream =
+            client.node_watch_resources(NodeWatchResourcesRequest {}).await.unwrap().into_inner();
+        stream.message().await.unwrap().unwrap();
+        stream
+    };
+    drop(watch().await);
+    kubelet.wait_for(|kubelet| *kubelet == Kubelet::Unheard).await.unwrap();
+    let old = watch().await;
+    let new = watch().await;
+    assert_eq!(*kubelet.borrow(), Kubelet::Registered);
+    drop(old);
+    drop(new);
+    kubelet.wait_for(|kubelet| *kubelet == Kubelet::Unheard).await.unwrap();
+    notify(true).await;
+    assert_eq!(*kubelet.borrow(), Kubelet::Registered);
+}
+
+#[tokio::test]
+async fn a_missing_toolkit_is_told_with_the_remedy() {
+    let mut node = Node::new();
+    node.ready();
+    let mut kubelet = node.start("boot-1", PATIENT).await;
+    prepare(&mut kubelet, "u").await;
+    let Some(Some(trouble)) = node.state.toolkit.borrow().clone() else { panic!("no trouble") };
+    assert_eq!(trouble.reason, "NotFound");
+    for part in ["Install the NVIDIA Container Toolkit", "--nvidia-ctk", "host/usr/bin/nvidia-ctk"] {
+        assert!(trouble.message.contains(part), "{}", trouble.message);
+    }
+}

@@ -70,9 +70,11 @@ fn described(gpu: &Gpu) -> gpu_node::Gpu {
         uuid: gpu.uuid.clone(),
         index: gpu.index,
         product: gpu.product.clone(),
+        architecture: gpu.architecture.clone(),
         memory_bytes: gpu.memory_bytes,
         pci_address: gpu.pci_address.clone(),
         numa_node: gpu.numa_node,
+        pcie_root: gpu.pcie_root.clone(),
         ..gpu_node::Gpu::default()
     }
 }
@@ -165,6 +167,7 @@ mod tests {
             mig: DesiredMig::Keep,
             allow_reset: false,
             unhealthy_effect: effect,
+            max_concurrent_gpus: 16,
         };
         GpuNodeSpec { gpus: vec![gpu(GPU0), gpu(GPU1)], partitions: vec![] }
     }
@@ -175,7 +178,10 @@ mod tests {
 
     #[test]
     fn what_exists_is_listed_and_tainted() {
-        let devices = build(&inventory(), &managed(TaintEffect::NoExecute));
+        let mut inventory = inventory();
+        inventory.gpus[0].architecture = "Ampere".into();
+        inventory.gpus[0].pcie_root = Some("pci0000:00".into());
+        let devices = build(&inventory, &managed(TaintEffect::NoExecute));
         assert_eq!(names(&devices), [DEVICE_3G, DEVICE_1G, "gpu-11111111"]);
         for device in &devices {
             let taints = device.taints.as_ref().unwrap();
@@ -186,6 +192,8 @@ mod tests {
         assert_eq!(attributes["type"].string.as_deref(), Some("mig"));
         assert_eq!(attributes["uuid"].string.as_deref(), Some("MIG-9"));
         assert_eq!(attributes["parentUUID"].string.as_deref(), Some(GPU0));
+        assert_eq!(attributes["architecture"].string.as_deref(), Some("Ampere"));
+        assert_eq!(attributes["resource.kubernetes.io/pcieRoot"].string.as_deref(), Some("pci0000:00"));
         assert_eq!(attributes["profile"].string.as_deref(), Some("1g.10gb"));
         assert_eq!(attributes["driverVersion"].version.as_deref(), Some("580.95.5"));
         let capacity = devices[1].capacity.as_ref().unwrap();

@@ -66,10 +66,21 @@ fn inventory(gpus: Vec<Gpu>) -> Inventory {
     Inventory { gpus, driver_version: "580.95.05".into(), ..Inventory::default() }
 }
 
+/// With kubelet content and the toolkit found.
+fn parts<'a>(
+    spec: &'a SeenSpec,
+    inventory: &'a Inventory,
+    reports: &'a BTreeMap<String, GpuReport>,
+    prepared: &'a PreparedClaims,
+) -> Parts<'a> {
+    let (kubelet, toolkit) = (&Kubelet::Registered, Some(&None));
+    Parts { spec: Some(spec), inventory, reports, prepared, kubelet, toolkit }
+}
+
 fn built(inventory: &Inventory, reports: &BTreeMap<String, GpuReport>) -> GpuNodeStatus {
     let spec = SeenSpec { generation: 7, ..SeenSpec::default() };
     let prepared = PreparedClaims::new();
-    build(Parts { spec: Some(&spec), inventory, reports, prepared: &prepared }, &[], now())
+    build(parts(&spec, inventory, reports, &prepared), &[], now())
 }
 
 fn reports(gpus: &[Gpu], generations: &[Option<i64>]) -> BTreeMap<String, GpuReport> {
@@ -101,7 +112,7 @@ fn sixteen_gpus_fully_cut_stay_small() {
     let inventory = inventory(gpus);
     let spec = SeenSpec::default();
     let reports = BTreeMap::new();
-    let parts = Parts { spec: Some(&spec), inventory: &inventory, reports: &reports, prepared: &prepared };
+    let parts = parts(&spec, &inventory, &reports, &prepared);
     let status = build(parts, &[], now());
     assert_eq!(status.gpus.iter().map(|gpu| gpu.instances.len()).sum::<usize>(), 112);
     assert!(status.gpus[3].instances[5].in_use());
@@ -179,7 +190,7 @@ fn conditions_say_what_fails_and_keep_their_time() {
     reports.values_mut().next().unwrap().problem = problem("INSUFFICIENT_RESOURCES");
     let spec = SeenSpec { generation: 8, ..SeenSpec::default() };
     let (inventory, prepared) = (inventory(gpus), PreparedClaims::new());
-    let parts = Parts { spec: Some(&spec), inventory: &inventory, reports: &reports, prepared: &prepared };
+    let parts = parts(&spec, &inventory, &reports, &prepared);
     let later: Timestamp = "2026-01-01T01:00:00Z".parse().unwrap();
     let failing = build(parts, &healthy.conditions, later);
     let degraded = find(&failing, condition::DEGRADED);
@@ -191,4 +202,33 @@ fn conditions_say_what_fails_and_keep_their_time() {
     let away = Inventory { unavailable: problem(node_reason::DRIVER_UNAVAILABLE), ..Inventory::default() };
     let ready = find(&built(&away, &BTreeMap::new()), condition::READY);
     assert_eq!((ready.status.as_str(), ready.reason.as_str()), ("False", node_reason::DRIVER_UNAVAILABLE));
+}
+
+#[test]
+fn ready_waits_for_kubelet_and_a_missing_toolkit_has_a_condition() {
+    let geometry = geometry("A", 1);
+    let gpus = vec![full(0, &geometry, 1)];
+    let (spec, prepared) = (SeenSpec { generation: 7, ..SeenSpec::default() }, PreparedClaims::new());
+    let (inventory, reports) = (inventory(gpus.clone()), reports(&gpus, &[Some(7)]));
+    let whole = parts(&spec, &inventory, &reports, &prepared);
+    let find = |parts: Parts<'_>, type_: &str| {
+        let conditions = build(parts, &[], now()).conditions;
+        let found = conditions.into_iter().find(|condition| condition.type_ == type_);
+        found.map(|found| (found.status, found.reason, found.message))
+    };
+    for (kubelet, part) in [
+        (Kubelet::Unheard, "has not registered the plugin gpu.kerf.dev"),
+        (Kubelet::Refused("no such version".into()), "no such version"),
+    ] {
+        let (status, reason, message) = find(Parts { kubelet: &kubelet, ..whole }, condition::READY).unwrap();
+        assert_eq!((status.as_str(), reason.as_str()), ("False", node_reason::NOT_REGISTERED));
+        assert!(message.contains(part), "{message}");
+    }
+    let missing = Reason { reason: node_reason::TOOLKIT_NOT_FOUND.into(), message: "install it".into() };
+    assert_eq!(
+        find(Parts { toolkit: Some(&Some(missing)), ..whole }, condition::CONTAINER_TOOLKIT),
+        Some(("False".into(), node_reason::TOOLKIT_NOT_FOUND.into(), "install it".into()))
+    );
+    assert_eq!(find(whole, condition::CONTAINER_TOOLKIT).unwrap().0, "True");
+    assert_eq!(find(Parts { toolkit: None, ..whole }, condition::CONTAINER_TOOLKIT), None, "not known yet");
 }

@@ -55,6 +55,7 @@ fn entry() -> DesiredGpu {
         mig: DesiredMig::Enabled,
         allow_reset: false,
         unhealthy_effect: Default::default(),
+        max_concurrent_gpus: 16,
     }
 }
 

@@ -1,7 +1,11 @@
 //! Errors of the driver: named, retried, and gone when they are.
 
+use std::time::Duration;
+
 use kerf_crds::conditions::node_reason;
+use kerf_crds::gpu_node::ClaimReference;
 use kerf_node_daemon::inventory::Inventory;
+use kerf_node_daemon::prepared::{DeviceKey, Prepared, PreparedDevice};
 use kerf_node_daemon::step::{Step, StepKind};
 use kerf_sim::{GpuSpec, NodeSpec, NvmlError, Occurrence};
 
@@ -226,4 +230,29 @@ async fn a_failed_gpu_stays_failed_over_a_restart_of_the_daemon_until_it_is_rese
     drop(daemon);
     node.sim.reset_gpu(1).unwrap();
     assert!(!has_failed(&*node.start().inventory().await));
+}
+
+#[tokio::test]
+async fn a_gpu_that_was_changed_is_prepared_for_nobody_before_the_change_shows() {
+    let node = Node::new(NodeSpec::new("n", vec![GpuSpec::new("h100-80-sxm")]));
+    let daemon = node.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    node.sim.slow("nvmlDeviceGetMigMode", Duration::from_millis(300)).unwrap();
+    daemon.apply(1, &[managed(&gpu)], &[]);
+    eventually("MIG on", || node.sim.state().unwrap().gpus[0].mig_current).await;
+    let device = PreparedDevice {
+        request: "r".into(),
+        device: gpu.name.clone(),
+        key: DeviceKey { gpu: gpu.uuid.clone(), placement: None },
+        uuid: gpu.uuid.clone(),
+        cdi: vec![],
+    };
+    let claim = ClaimReference { namespace: "ns".into(), name: "c".into(), uid: "uid".into() };
+    let whole = Prepared { claim, devices: vec![device] };
+    eventually("the GPU can be prepared again", || {
+        let recorded = daemon.state.prepared.record(whole.clone()).is_ok();
+        assert!(!recorded || daemon.state.latest().unwrap().gpus[0].mig.enabled, "prepared as it was before");
+        recorded
+    })
+    .await;
 }

@@ -15,11 +15,12 @@ use kerf_node_daemon::health::Health;
 use kerf_node_daemon::inventory::{Gpu, Inventory};
 use kerf_node_daemon::node::{GpuReport, NodeState, SeenSpec};
 use kerf_node_daemon::ours::Ours;
+use kerf_node_daemon::pace::Pace;
 use kerf_node_daemon::prepared::PreparedClaims;
 use kerf_node_daemon::reconcile;
 use kerf_node_daemon::worker::Context;
 use kerf_sim::{NodeSpec, SimNode};
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
 /// How long anything may take before a test gives up. Nothing is measured by it.
@@ -116,7 +117,7 @@ pub fn start(root: &Path, state_dir: &Path, known: Option<&GpuNode>) -> Daemon {
         health: Health::load(state_dir, "boot"),
         notes,
         verdicts: verdict,
-        pace: Arc::new(Semaphore::new(16)),
+        pace: Pace::default(),
         rounds: round,
         proc_root: Arc::from(root),
     };
@@ -218,6 +219,7 @@ pub fn managed(gpu: &Gpu) -> DesiredGpu {
         mig: DesiredMig::Enabled,
         allow_reset: true,
         unhealthy_effect: Default::default(),
+        max_concurrent_gpus: 16,
     }
 }
 
