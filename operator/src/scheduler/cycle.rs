@@ -101,6 +101,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     // 1. Snapshot.
     let matches = matching::matches(world);
     let mut board = snapshot::take(world, &matches);
+    snapshot::note_failing(&mut board, &memory.failing_gpus(now));
 
     // 2. Join.
     let joined = join(world, &board, memory, now, &mut decision, &mut changes);
@@ -116,7 +117,10 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
         let Candidate { pod, wanted, instead_of } = &candidates[placement.request];
         match instead_of {
             Some(troubled) => {
-                memory.withdraw(&troubled.key, now);
+                match &troubled.gpu {
+                    Some(gpu) => memory.withdraw_from_gpu(&troubled.key, gpu, now),
+                    None => memory.withdraw(&troubled.key, now),
+                }
                 decision.drive.insert(troubled.key.clone());
             }
             None => commit(&board, pod, wanted, placement.node, &placement.devices, &mut changes),

@@ -395,3 +395,39 @@ fn a_changed_quota_lets_the_first_pod_that_waits_for_it_ask_again() {
     memory.failed("uid-of-first", pod_reason::QUOTA, "exceeded quota".into(), Instant::now());
     assert!(asking(&world).is_empty(), "nothing has changed since");
 }
+
+#[test]
+fn a_pod_whose_instance_cannot_be_made_goes_to_the_nodes_other_gpu() {
+    let memory = Memory::default();
+    let mut world = world(vec![vec![gpu("GPU-0", 0), gpu("GPU-1", 1)]], dynamic()).with_pod(gated_pod(
+        "p",
+        "nvidia.com/mig-3g.40gb",
+        json!({}),
+    ));
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    let partition = |world: &World| world.gpu_nodes.get("n0").unwrap().spec.partitions[0].gpu.clone();
+    let first = partition(&world);
+    let fail = |world: &mut World, problem: Option<kerf_crds::gpu_node::Reason>| {
+        let status = |node: &mut GpuNode| {
+            let gpus = &mut node.status.as_mut().unwrap().gpus;
+            gpus.iter_mut().find(|gpu| gpu.uuid == first).unwrap().problem = problem;
+        };
+        world.replace_gpu_node(status, "n0");
+    };
+    let why = kerf_crds::gpu_node::Reason { reason: "UNKNOWN".into(), message: "to create: UNKNOWN".into() };
+    fail(&mut world, Some(why));
+    let decision = decide_now(&world, &memory);
+    let key = decision.drive.first().unwrap().clone();
+    assert!(memory.withdraws(&key));
+    // Given up; the daemon has nothing to do there any more, and so no problem.
+    memory.note_read(&key);
+    let decision = decide_now(&world, &memory);
+    assert_eq!(decision.specs[0].removed, std::slice::from_ref(&key));
+    commit_specs(&mut world, &decision);
+    memory.removed(&key);
+    fail(&mut world, None);
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    assert_ne!(partition(&world), first);
+}

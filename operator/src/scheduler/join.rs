@@ -77,12 +77,15 @@ pub fn join(
         let Some(pod) = &seen.pod else { continue };
         if waiting && !seen.observed.superseded {
             let sentence = tell::of_placement(&seen, step, memory.trouble(&pod.uid), trouble.as_ref());
-            match trouble {
-                Some(Trouble::Node(_) | Trouble::Gpu) => {
-                    joined.troubled.push(Troubled { key: key.clone(), pod: Arc::clone(pod), sentence });
+            let gpu = match trouble {
+                None | Some(Trouble::Hopeless) => {
+                    decision.sentences.extend(sentence.map(|sentence| (Arc::clone(pod), sentence)));
+                    continue;
                 }
-                _ => decision.sentences.extend(sentence.map(|sentence| (Arc::clone(pod), sentence))),
-            }
+                Some(Trouble::Node(_)) => None,
+                Some(Trouble::Gpu(gpu)) => Some(gpu),
+            };
+            joined.troubled.push(Troubled { key: key.clone(), pod: Arc::clone(pod), sentence, gpu });
         } else if tell::still_waits(&seen) {
             decision.sentences.push((Arc::clone(pod), tell::allocated(&seen)));
         }

@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::placements::Key;
+use super::trouble::FailingGpu;
 
 /// First pause after a failure; doubled each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
@@ -32,8 +33,17 @@ struct Inner {
     superseded: HashSet<Key>,
     /// UIDs of claims that this process has allocated.
     allocated: HashSet<String>,
+    /// GPUs on which steps fail, by UUID.
+    gpus: HashMap<String, FailingGpuMemory>,
     /// Newest version of a quota that was asked about, by namespace.
     quotas: HashMap<String, u64>,
+}
+
+#[derive(Debug)]
+struct FailingGpuMemory {
+    times: u32,
+    until: Instant,
+    why: String,
 }
 
 #[derive(Debug, Default)]
@@ -53,6 +63,22 @@ fn doubled(first: Duration, times: u32, longest: Duration) -> Duration {
     first.saturating_mul(1u32.checked_shl(times).unwrap_or(u32::MAX)).min(longest)
 }
 
+impl Inner {
+    fn withdraw(&mut self, key: &Key, now: Instant, avoid: bool) {
+        if self.withdrawing.insert(key.clone()) {
+            self.read_live.remove(key);
+            let pod = self.pods.entry(key.pod_uid.clone()).or_default();
+            let calm = doubled(CALM, pod.withdrawals, LONGEST_CALM);
+            pod.withdrawals += 1;
+            pod.calm_until = Some(now + calm);
+            if avoid {
+                pod.avoid.push((key.node.clone(), now + calm));
+            }
+            pod.hold = false;
+        }
+    }
+}
+
 impl Memory {
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -65,16 +91,27 @@ impl Memory {
 
     /// Begins to give a placement up. The pod stays out of that node, and is not moved again, for a while.
     pub fn withdraw(&self, key: &Key, now: Instant) {
+        self.lock().withdraw(key, now, true);
+    }
+
+    /// The same because of a GPU: for a while nothing is made on it, for any pod, and the node's others are as good as
+    /// before.
+    pub fn withdraw_from_gpu(&self, key: &Key, gpu: &FailingGpu, now: Instant) {
         let mut inner = self.lock();
-        if inner.withdrawing.insert(key.clone()) {
-            inner.read_live.remove(key);
-            let pod = inner.pods.entry(key.pod_uid.clone()).or_default();
-            let calm = doubled(CALM, pod.withdrawals, LONGEST_CALM);
-            pod.withdrawals += 1;
-            pod.calm_until = Some(now + calm);
-            pod.avoid.push((key.node.clone(), now + calm));
-            pod.hold = false;
-        }
+        inner.withdraw(key, now, false);
+        let times = inner.gpus.get(&gpu.uuid).map_or(0, |known| known.times);
+        let until = now + doubled(CALM, times, LONGEST_CALM);
+        inner
+            .gpus
+            .insert(gpu.uuid.clone(), FailingGpuMemory { times: times + 1, until, why: gpu.why.clone() });
+    }
+
+    /// GPUs on which nothing is to be made now, and why.
+    pub fn failing_gpus(&self, now: Instant) -> HashMap<String, String> {
+        let mut inner = self.lock();
+        inner.gpus.retain(|_, gpu| gpu.until + LONGEST_CALM > now);
+        let failing = inner.gpus.iter().filter(|(_, gpu)| gpu.until > now);
+        failing.map(|(uuid, gpu)| (uuid.clone(), gpu.why.clone())).collect()
     }
 
     /// Begins to give a placement up that the pod may not have (its claim was refused): nothing is wrong with the node.
@@ -222,7 +259,8 @@ impl Memory {
             let stranded = pod.stranded_since.map(|since| since + STRANDED);
             [pod.retry_at, pod.calm_until, stranded]
         });
-        moments.flatten().filter(|moment| *moment > now).min()
+        let gpus = inner.gpus.values().map(|gpu| gpu.until);
+        moments.flatten().chain(gpus).filter(|moment| *moment > now).min()
     }
 
     /// Forgets pods and placements that are over.

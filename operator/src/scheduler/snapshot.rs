@@ -85,6 +85,15 @@ pub fn take(world: &World, matches: &Matches) -> Board {
     board
 }
 
+/// Notes GPUs on which steps have failed until a moment ago, by UUID: they are given time.
+pub fn note_failing(board: &mut Board, failing: &HashMap<String, String>) {
+    for gpu in board.snapshot.nodes.iter_mut().flat_map(|node| &mut node.gpus) {
+        if let Some(why) = failing.get(&gpu.uuid) {
+            gpu.stuck.get_or_insert_with(|| why.clone());
+        }
+    }
+}
+
 /// The opposite of [`take_away`].
 pub fn give_back(free: &mut BTreeMap<String, i128>, given: &BTreeMap<String, i128>) {
     for (name, amount) in given {
@@ -244,7 +253,8 @@ fn closed(observed: &gpu_node::Gpu, matched: &Match) -> Option<String> {
     observed.unmanaged.as_ref().or(observed.unhealthy.as_ref()).or(hangs).map(text)
 }
 
-fn text(reason: &gpu_node::Reason) -> String {
+/// What a reason says.
+pub fn text(reason: &gpu_node::Reason) -> String {
     if reason.message.is_empty() { reason.reason.clone() } else { reason.message.clone() }
 }
 

@@ -20,8 +20,15 @@ pub enum Trouble {
     Hopeless,
     /// Its node cannot take the pod as things are.
     Node(Misfit),
-    /// Its GPU cannot provide it as things are.
-    Gpu,
+    /// A GPU of it cannot provide it as things are.
+    Gpu(FailingGpu),
+}
+
+/// A GPU on which a step fails.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FailingGpu {
+    pub uuid: String,
+    pub why: String,
 }
 
 /// A place that may be left for a better one.
@@ -31,6 +38,8 @@ pub struct Troubled {
     pub pod: Arc<PodInfo>,
     /// What the pod is told if there is none.
     pub sentence: Option<Sentence>,
+    /// Present: it is this GPU that is left, and not the node.
+    pub gpu: Option<FailingGpu>,
 }
 
 /// What is wrong with a place, if anything.
@@ -46,13 +55,18 @@ pub fn of(board: &Board, seen: &Seen, key: &Key) -> Option<Trouble> {
             return Some(Trouble::Hopeless);
         };
         let observed = &status.gpus[gpu];
-        let fails = observed.problem.is_some();
-        if node.gpus[gpu].closed.is_some() {
-            let passes = fails && observed.unhealthy.is_none() && observed.unmanaged.is_none();
-            return Some(if passes { Trouble::Gpu } else { Trouble::Hopeless });
-        }
-        if fails && !ready {
-            return Some(Trouble::Gpu);
+        let failing = observed
+            .problem
+            .as_ref()
+            .map(|problem| FailingGpu { uuid: device.gpu.clone(), why: snapshot::text(problem) });
+        let closed = node.gpus[gpu].closed.is_some();
+        match failing {
+            Some(_) if closed && (observed.unhealthy.is_some() || observed.unmanaged.is_some()) => {
+                return Some(Trouble::Hopeless);
+            }
+            Some(failing) if closed || !ready => return Some(Trouble::Gpu(failing)),
+            None if closed => return Some(Trouble::Hopeless),
+            _ => {}
         }
     }
     let mut free = node.free_milli.clone();
@@ -72,6 +86,8 @@ pub fn ask_afresh(looking: &Looking<'_>, troubled: &Troubled) -> Option<Box<Want
     let Asks::For(mut wanted) = requests::read_afresh(world, board, selectors, memo, &troubled.pod) else {
         return None;
     };
-    wanted.request.avoid = board.node(&troubled.key.node).into_iter().collect();
+    if troubled.gpu.is_none() {
+        wanted.request.avoid = board.node(&troubled.key.node).into_iter().collect();
+    }
     Some(wanted)
 }
