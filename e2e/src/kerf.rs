@@ -679,13 +679,16 @@ pub fn repository(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)
 }
 
-/// Runs a test with a cluster of its own.
+/// Runs a test with a cluster of its own, whose logs stay if it fails.
 pub fn alone<F, Fut>(options: KerfOptions, test: F)
 where
-    F: FnOnce(Kerf) -> Fut + Send + 'static,
+    F: FnOnce(Arc<Kerf>) -> Fut + Send + 'static,
     Fut: Future<Output = Result<()>> + Send,
 {
-    shared::run(async move { test(Kerf::start(options).await?).await });
+    shared::run(async move {
+        let kerf = Arc::new(Kerf::start(options).await?);
+        test(Arc::clone(&kerf)).await.inspect_err(|_| kerf.cluster.keep_logs())
+    });
 }
 
 /// Keeps a pod to one node.
