@@ -4,3 +4,4 @@ mod away;
 mod crash;
 mod deployment;
 mod errors;
+mod scheduling;
