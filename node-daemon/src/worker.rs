@@ -277,7 +277,9 @@ impl Worker {
     /// Takes one step, if its ground still is what it was decided on.
     async fn take(&mut self, step: Step, concern: &Concern, spec: &Arc<SeenSpec>) -> Option<Instant> {
         let uuid = self.identity.uuid.clone();
-        let _turn = self.context.pace.turn(&self.context.state).await;
+        // What happens to the GPU while others are changed is to be seen.
+        let turn = timeout(WAITING, self.context.pace.turn(&self.context.state)).await;
+        let Ok(_turn) = turn else { return None };
         let condemned = match step.disturbs(&uuid) {
             None => None,
             Some(key) => match self.context.state.prepared.condemn(key, step.users()) {

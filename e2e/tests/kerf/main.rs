@@ -2,6 +2,7 @@
 
 mod drain;
 mod policy;
+mod ready;
 mod shapes;
 mod shared;
 mod story;
