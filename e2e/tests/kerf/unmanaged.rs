@@ -141,7 +141,8 @@ fn a_gpu_that_fails_takes_no_new_pods_and_the_policy_says_what_becomes_of_the_ol
         kerf.wait_running(&namespace, "a").await?;
 
         // A daemon that starts anew has not forgotten it. NoExecute: the pod goes.
-        let daemon = ["--selector=app.kubernetes.io/name=kerf-node-daemon", "--field-selector=spec.nodeName=health-a"];
+        let daemon =
+            ["--selector=app.kubernetes.io/name=kerf-node-daemon", "--field-selector=spec.nodeName=health-a"];
         kerf.cluster.kubectl(&["delete", "pod", "--namespace=kerf-system", daemon[0], daemon[1]]).await?;
         spec["health"] = json!({ "taintEffect": "NoExecute" });
         kerf.policy(node, spec).await?;
