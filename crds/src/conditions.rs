@@ -81,7 +81,8 @@ pub mod problem_reason {
 
 /// Kerf's condition on the pods that it handles.
 pub mod pod {
-    /// Type of the condition: True once the pod's partitions exist and its claim is allocated.
+    /// Type of the condition: True once the pod's partitions exist and its claim is allocated, unless the node cannot
+    /// take the pod any more before it is bound.
     pub const PLANNED: &str = "kerf.dev/Planned";
 }
 
@@ -95,7 +96,7 @@ pub mod pod_reason {
     pub const NO_SUCH_PROFILE: &str = "NoSuchProfile";
     /// Nothing fits now.
     pub const NO_ROOM: &str = "NoRoom";
-    /// GPUs would fit, but their nodes do not (CPU, memory, taints, affinity).
+    /// GPUs would fit, or are the pod's already, but their nodes do not (CPU, memory, taints, affinity).
     pub const NODES_DO_NOT_FIT: &str = "NodesDoNotFit";
     /// A ResourceQuota refused the claim; the message is the API server's.
     pub const QUOTA: &str = "QuotaExceeded";
