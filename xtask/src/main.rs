@@ -32,6 +32,13 @@ enum Task {
         /// As for `cargo test`: only tests whose names contain one of these
         filters: Vec<String>,
     },
+    /// Measure on a cluster of this machine (needs root), and print the tables of docs/benchmarks.md
+    Bench {
+        what: Bench,
+        /// Passed on to the measurement; `--help` is among them
+        #[arg(last = true)]
+        args: Vec<String>,
+    },
     /// Build or install the programs of the test cluster, and print where they are
     Toolchain,
     /// Write the generated files anew: CRD manifests, API reference
@@ -40,10 +47,17 @@ enum Task {
     Ci,
 }
 
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Bench {
+    /// From a pod's creation to its container: times, API writes, memory, wake-ups
+    Path,
+}
+
 fn main() -> ExitCode {
     let done = match Cli::parse().task {
         Task::Demo { keep, args } => demo(keep, &args),
         Task::Test { filters } => test(&filters),
+        Task::Bench { what: Bench::Path, args } => bench("kerf-bench-path", &args),
         Task::Toolchain => toolchain(),
         Task::Generate => generate(),
         Task::Ci => ci(),
@@ -81,6 +95,16 @@ fn test(filters: &[String]) -> Result<()> {
     let mut tests = cargo();
     tests.args(["test", "--workspace", "--no-fail-fast", "--", "--test-threads=3"]);
     run(tests.args(filters))
+}
+
+fn bench(program: &str, args: &[String]) -> Result<()> {
+    needs_root("The measurement")?;
+    install_toolchain()?;
+    step("building Kerf, optimised");
+    run(cargo().args(["build", "--release", "--workspace", "--bins", "--lib"]))?;
+    step("measuring");
+    // Without a package: the features of the build above, else dependencies would be built once more.
+    run(cargo().args(["run", "--release", "--quiet", "--bin", program, "--"]).args(args))
 }
 
 fn toolchain() -> Result<()> {

@@ -1,0 +1,331 @@
+//! How long a pod takes to its container and what of that is Kerf's, what it costs the API server, and what Kerf's
+//! processes weigh. Real Kubernetes, simulated GPUs that answer at once. Prints Markdown.
+//!
+//! Each round runs the same pod three times, in turn first: without a GPU, on a MIG instance that is there, and on one
+//! that has to be made in place of another. The first is the bound: what is more than that is Kerf's.
+
+mod moments;
+mod processes;
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use clap::Parser;
+use k8s_openapi::api::core::v1::Pod;
+use kerf_e2e::audit::{self, Write};
+use kerf_e2e::kerf::{JOB, Kerf, KerfOptions, for_node, mig, on};
+use kerf_e2e::{Seen, eventually};
+use kube::ResourceExt as _;
+use kube::api::ListParams;
+use serde_json::json;
+
+use moments::{Moment, Moments, Times};
+use processes::{Memory, Process};
+
+/// Measures the path from a pod's creation to its start.
+#[derive(Debug, Parser)]
+struct Args {
+    /// Rounds of three pods.
+    #[arg(long, default_value_t = 200)]
+    rounds: usize,
+    /// GPU pods in all before the second look at memory; those that the rounds leave over run many at a time.
+    #[arg(long, default_value_t = 1000)]
+    pods: usize,
+    /// Seconds of looking on while nothing happens.
+    #[arg(long, default_value_t = 120)]
+    idle: u64,
+}
+
+/// A kind of pod. The name begins that of its pods.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    Plain,
+    Ready,
+    Made,
+}
+
+const KINDS: [Kind; 3] = [Kind::Plain, Kind::Ready, Kind::Made];
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Ready => "ready",
+            Self::Made => "made",
+        }
+    }
+
+    fn title(self) -> &'static str {
+        match self {
+            Self::Plain => "no GPU",
+            Self::Ready => "instance there",
+            Self::Made => "instance made",
+        }
+    }
+
+    /// The node of its pods: what is written there is theirs.
+    fn node(self) -> &'static str {
+        match self {
+            Self::Plain => "bench-plain",
+            Self::Ready => "bench-ready",
+            Self::Made => "bench-made",
+        }
+    }
+}
+
+#[tokio::main]
+async fn main() -> Result<()> {
+    let args = Args::parse();
+    let kerf = Kerf::start(KerfOptions::nodes(&[
+        (Kind::Plain.node(), "h100-80-sxm", 1),
+        (Kind::Ready.node(), "h100-80-sxm", 8),
+        (Kind::Made.node(), "h100-80-sxm", 1),
+    ]))
+    .await?;
+    let measured = measure(&kerf, &args).await;
+    if measured.is_err() {
+        kerf.cluster.keep_logs();
+    }
+    measured
+}
+
+async fn measure(kerf: &Kerf, args: &Args) -> Result<()> {
+    let namespace = kerf.namespace("bench").await?;
+    let layout = json!({ "mode": "Static", "layout": [{ "profile": "1g.10gb", "count": 7 }] });
+    for (kind, mig) in [(Kind::Ready, layout), (Kind::Made, json!({ "mode": "Dynamic" }))] {
+        kerf.policy(kind.node(), for_node(kind.node(), mig)).await?;
+    }
+    let sim = kerf.sim(Kind::Ready.node())?;
+    eventually(kerf_e2e::kerf::PATIENCE, "56 instances", || async {
+        Ok(Seen::when(sim.instances()?.len(), |count| *count == 56))
+    })
+    .await?;
+    let mut moments = Moments::watch(&kerf.client(), &namespace);
+    // The first pods switch MIG on and fill caches; they are not counted.
+    for kind in KINDS {
+        one(kerf, &namespace, kind, "first", 1, &mut moments).await?;
+    }
+
+    let processes = [
+        (
+            "operator".to_owned(),
+            Process::new(kerf.operator_pid("operator").await.context("no operator runs")?),
+        ),
+        ("node daemon, 8 GPUs, 56 instances".to_owned(), Process::daemon(kerf, Kind::Ready.node())?),
+        (
+            "NVML initialised and nothing else, 8 GPUs".to_owned(),
+            Process::baseline(kerf, Kind::Ready.node()).await?,
+        ),
+        ("node daemon, 1 GPU".to_owned(), Process::daemon(kerf, Kind::Made.node())?),
+    ];
+    let (idle, wake_ups) = watch_idle(&processes, args.idle).await?;
+
+    let before = kerf.cluster.audit()?.len();
+    let mut measured: BTreeMap<Kind, Vec<Times>> = BTreeMap::new();
+    for round in 0..args.rounds {
+        for turn in 0..KINDS.len() {
+            let kind = KINDS[(round + turn) % KINDS.len()];
+            let times = one(kerf, &namespace, kind, &round.to_string(), round, &mut moments).await?;
+            measured.entry(kind).or_default().push(times);
+        }
+    }
+    print_times(&measured);
+    print_writes(&kerf.cluster.audit()?.split_off(before), args.rounds);
+    burst(kerf, &namespace, args.pods.saturating_sub(2 * args.rounds)).await?;
+    let after: Vec<Memory> = memory(&processes)?;
+
+    println!("\n### Memory and wake-ups\n");
+    println!("Resident MiB (of which anonymous); wake-ups: voluntary context switches of all threads.\n");
+    println!("| process | idle | after {} GPU pods | idle wake-ups a minute |\n|---|---|---|---|", args.pods);
+    for (index, (name, _)) in processes.iter().enumerate() {
+        let cell = |memory: Memory| format!("{:.1} ({:.1})", memory.resident, memory.anonymous);
+        println!("| {name} | {} | {} | {:.0} |", cell(idle[index]), cell(after[index]), wake_ups[index]);
+    }
+    Ok(())
+}
+
+/// Memory at the end of a time in which nothing happens, and wake-ups a minute in it.
+async fn watch_idle(processes: &[(String, Process)], seconds: u64) -> Result<(Vec<Memory>, Vec<f64>)> {
+    // What the first pods caused has to end first.
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    let before: Vec<u64> = processes.iter().map(|(_, process)| process.wake_ups()).collect();
+    tokio::time::sleep(Duration::from_secs(seconds)).await;
+    let counts = processes.iter().zip(before).map(|((_, process), before)| process.wake_ups() - before);
+    let a_minute = counts.map(|count| count as f64 * 60.0 / seconds as f64).collect();
+    Ok((memory(processes)?, a_minute))
+}
+
+fn memory(processes: &[(String, Process)]) -> Result<Vec<Memory>> {
+    processes.iter().map(|(name, process)| process.memory().with_context(|| name.clone())).collect()
+}
+
+/// Runs one pod from creation to its end.
+async fn one(
+    kerf: &Kerf,
+    namespace: &str,
+    kind: Kind,
+    name: &str,
+    round: usize,
+    moments: &mut Moments,
+) -> Result<Times> {
+    let name = format!("{}-{name}", kind.name());
+    // Of two profiles in turn on one GPU, each has to go for the other.
+    let profile = match kind {
+        Kind::Plain => None,
+        Kind::Ready => Some("1g.10gb"),
+        Kind::Made => Some(["7g.80gb", "3g.40gb"][round % 2]),
+    };
+    let pod = on(kind.node(), pod(&name, profile, "trap 'exit 0' TERM; sleep 3600 & wait")?);
+    let start = Instant::now();
+    let uid = kerf.create_pod(namespace, &pod).await?.uid().unwrap_or_default();
+    let times = moments.until_started(&uid, start).await.with_context(|| format!("pod {name}"))?;
+    kerf.delete_pod(namespace, &name).await?;
+    if profile.is_some() {
+        kerf.wait_no_leak(namespace).await?;
+    }
+    Ok(times)
+}
+
+fn pod(name: &str, profile: Option<&str>, script: &str) -> Result<Pod> {
+    let limits: BTreeMap<String, &str> = profile.map(|profile| (mig(profile), "1")).into_iter().collect();
+    let container = json!({
+        "name": "main", "image": JOB, "imagePullPolicy": "Never", "command": ["sh", "-c", script],
+        "resources": { "limits": limits },
+    });
+    Ok(serde_json::from_value(json!({
+        "metadata": { "name": name },
+        "spec": { "restartPolicy": "Never", "terminationGracePeriodSeconds": 5, "containers": [container] },
+    }))?)
+}
+
+/// Many pods at once, until all have ended.
+async fn burst(kerf: &Kerf, namespace: &str, pods: usize) -> Result<()> {
+    for index in 0..pods {
+        kerf.create_pod(namespace, &pod(&format!("burst-{index}"), Some("1g.10gb"), "sleep 0.2")?).await?;
+    }
+    let api = kerf.pods(namespace);
+    eventually(Duration::from_secs(1800), format!("{pods} pods done"), || async {
+        let done =
+            api.list_metadata(&ListParams::default().fields("status.phase=Succeeded")).await?.items.len();
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        Ok(Seen::when(done, |done| *done >= pods))
+    })
+    .await?;
+    api.delete_collection(&Default::default(), &Default::default()).await?;
+    kerf.wait_no_leak(namespace).await
+}
+
+fn print_times(measured: &BTreeMap<Kind, Vec<Times>>) {
+    let rounds = measured.values().map(Vec::len).min().unwrap_or_default();
+    println!("### From pod to container\n");
+    println!("Milliseconds since the pod's creation was asked for, median / p99 of {rounds} pods each.\n");
+    let titles: Vec<&str> = KINDS.iter().map(|kind| kind.title()).collect();
+    println!("| moment | {} |\n|---|---|---|---|", titles.join(" | "));
+    for (moment, name) in [
+        (Moment::Committed, "placement committed in GpuNode.spec"),
+        (Moment::InstanceReady, "instance ready in GpuNode.status"),
+        (Moment::Allocated, "claim allocated"),
+        (Moment::Ungated, "gate removed"),
+        (Moment::Bound, "bound by kube-scheduler"),
+        (Moment::Started, "container started by kubelet"),
+    ] {
+        row(name, KINDS.iter().map(|kind| column(measured, *kind, |times| times.get(&moment).copied())));
+    }
+    println!(
+        "\nSteps of the same pods, and what a GPU adds to them: the differences are within each round.\n"
+    );
+    println!("| step | {} |\n|---|---|---|---|", titles.join(" | "));
+    let step = |from: Option<Moment>, to: Moment| {
+        move |times: &Times| {
+            let from = from.map_or(Some(Duration::ZERO), |from| times.get(&from).copied());
+            Some(times.get(&to)?.saturating_sub(from?))
+        }
+    };
+    for (name, from, to) in [
+        ("to the gate's removal: API server, Kerf", None, Moment::Ungated),
+        ("to the binding: kube-scheduler", Some(Moment::Ungated), Moment::Bound),
+        ("to the start: kubelet, with Kerf's Prepare", Some(Moment::Bound), Moment::Started),
+    ] {
+        row(name, KINDS.iter().map(|kind| column(measured, *kind, step(from, to))));
+    }
+    let added = |kind: Kind| {
+        let pairs =
+            measured.get(&kind).into_iter().flatten().zip(measured.get(&Kind::Plain).into_iter().flatten());
+        let started = |times: &Times| times.get(&Moment::Started).map(Duration::as_secs_f64);
+        sorted(pairs.filter_map(|(gpu, plain)| Some((started(gpu)? - started(plain)?) * 1000.0)))
+    };
+    row(
+        "whole way, added to the pod without a GPU",
+        KINDS.iter().map(|kind| match kind {
+            Kind::Plain => Vec::new(),
+            kind => added(*kind),
+        }),
+    );
+}
+
+fn column(
+    measured: &BTreeMap<Kind, Vec<Times>>,
+    kind: Kind,
+    time: impl Fn(&Times) -> Option<Duration>,
+) -> Vec<f64> {
+    sorted(measured.get(&kind).into_iter().flatten().filter_map(time).map(|time| time.as_secs_f64() * 1000.0))
+}
+
+fn sorted(values: impl Iterator<Item = f64>) -> Vec<f64> {
+    let mut all: Vec<f64> = values.collect();
+    all.sort_by(f64::total_cmp);
+    all
+}
+
+fn row(name: &str, columns: impl Iterator<Item = Vec<f64>>) {
+    let cells: Vec<String> = columns
+        .map(|all| match all.is_empty() {
+            true => "–".to_owned(),
+            false => format!("{:.0} / {:.0}", quantile(&all, 0.5), quantile(&all, 0.99)),
+        })
+        .collect();
+    println!("| {name} | {} |", cells.join(" | "));
+}
+
+/// Of sorted values, at least one.
+fn quantile(sorted: &[f64], q: f64) -> f64 {
+    let rank = (sorted.len() as f64 * q).ceil() as usize;
+    sorted[rank.clamp(1, sorted.len()) - 1]
+}
+
+/// Writes by pods' kind: an object belongs to it by its name, as claims and events begin with their pod's, or by its node.
+fn print_writes(writes: &[Write], rounds: usize) {
+    let mut table: BTreeMap<(String, String), [usize; 3]> = BTreeMap::new();
+    for (column, kind) in KINDS.into_iter().enumerate() {
+        let of_kind = |write: &&Write| {
+            // Kept up whatever pods do, and the harness's own.
+            let elsewhere =
+                write.resource.starts_with("nodes") || write.resource == "leases" || write.user == "admin";
+            let own =
+                write.name.starts_with(&format!("{}-", kind.name())) || write.name.starts_with(kind.node());
+            own && !elsewhere
+        };
+        let of_kind: Vec<Write> = writes.iter().filter(of_kind).cloned().collect();
+        for (user, kinds) in audit::count(&of_kind) {
+            let user = if user.starts_with("system:node:") {
+                "kubelet"
+            } else {
+                user.rsplit(':').next().unwrap_or(&user)
+            };
+            for (what, count) in kinds {
+                table.entry((user.to_owned(), what)).or_default()[column] += count;
+            }
+        }
+    }
+    println!("\n### API writes per pod\n");
+    println!("| writer | write | {} |\n|---|---|---|---|---|", KINDS.map(Kind::title).join(" | "));
+    let per_pod =
+        |counts: [usize; 3]| counts.map(|count| format!("{:.2}", count as f64 / rounds as f64)).join(" | ");
+    let mut all = [0; 3];
+    for ((user, what), counts) in table {
+        println!("| {user} | {what} | {} |", per_pod(counts));
+        all.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+    }
+    println!("| all | | {} |", per_pod(all));
+}
