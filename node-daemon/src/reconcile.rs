@@ -60,7 +60,11 @@ pub async fn run(context: Context, rounds: watch::Sender<u64>) -> anyhow::Result
                 node.unavailable = None;
                 node.driver_version = found.versions.driver;
                 node.cuda_version = found.versions.cuda;
-                node.unreadable = found.unreadable.iter().map(unreadable).collect();
+                let unreadable: Vec<Reason> = found.unreadable.iter().map(unreadable).collect();
+                for reason in unreadable.iter().filter(|reason| !node.unreadable.contains(reason)) {
+                    tell(&context, reason);
+                }
+                node.unreadable = unreadable;
                 for identity in new {
                     tracing::info!(gpu = %identity.uuid, name = %identity.name, index = identity.index, "found a GPU");
                     known.insert(identity.uuid.clone(), identity.clone());
@@ -75,9 +79,7 @@ pub async fn run(context: Context, rounds: watch::Sender<u64>) -> anyhow::Result
                 let message = error.to_string();
                 let reason = Reason { reason: node_reason::DRIVER_UNAVAILABLE.into(), message };
                 if node.unavailable.as_ref() != Some(&reason) {
-                    tracing::warn!("{}", reason.message);
-                    let Reason { reason, message } = reason.clone();
-                    context.notes.send(Note { warning: true, reason, action: "Look", message });
+                    tell(&context, &reason);
                 }
                 node.unavailable = Some(reason);
                 context.state.publish_node(node.clone(), None);
@@ -112,6 +114,13 @@ fn look_around(driver: &Driver) -> Result<Found, NotFound> {
         }
     }
     Ok(found)
+}
+
+/// Logs and sends an event.
+fn tell(context: &Context, what: &Reason) {
+    tracing::warn!("{}", what.message);
+    let Reason { reason, message } = what.clone();
+    context.notes.send(Note { warning: true, reason, action: "Look", message });
 }
 
 fn unreadable((index, failure): &(u32, Failure)) -> Reason {

@@ -131,12 +131,13 @@ async fn one(kerf: &Kerf, namespace: &str, node: &str, index: usize, case: &Case
     arm(kerf, node, case, Occurrence::Persistent).await?;
     let name = format!("lasting-{index}");
     kerf.create_pod(namespace, &on(node, gpu_pod(&name, &[(&mig("3g.40gb"), 1)]))).await?;
+    let words = format!("{} failed with {}", case.call, case.error.name());
     let told = eventually(PATIENCE, "the error told, or done without", || async {
         let status = kerf.gpu_nodes().get(node).await?.status.unwrap_or_default();
         let gpu = status.gpus.first();
         let text = serde_json::to_string(&gpu.map(|gpu| (&gpu.problem, &gpu.unhealthy)))?
             + &serde_json::to_string(&status.conditions)?;
-        if text.contains(case.error.name()) {
+        if text.contains(&words) {
             return Ok(Seen::Yes(true));
         }
         let pod = kerf.pods(namespace).get(&name).await?;
@@ -152,7 +153,7 @@ async fn one(kerf: &Kerf, namespace: &str, node: &str, index: usize, case: &Case
         eventually(PATIENCE, "an event that names the error", || async {
             let texts: BTreeSet<String> =
                 events.list(&of_node).await?.items.into_iter().filter_map(|event| event.message).collect();
-            let named = texts.iter().any(|text| text.contains(case.error.name()));
+            let named = texts.iter().any(|text| text.contains(&words));
             Ok(if named { Seen::Yes(()) } else { Seen::NotYet(format!("{texts:?}")) })
         })
         .await?;
