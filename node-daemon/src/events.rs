@@ -1,5 +1,7 @@
 //! Events on the node's GpuNode object.
 
+use std::collections::HashMap;
+
 use kerf_crds::{GpuNode, names};
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Client, Resource as _};
@@ -24,6 +26,9 @@ pub struct Notes(mpsc::Sender<Note>);
 
 /// Notes that wait while the API server is away.
 const WAITING: usize = 64;
+
+/// Texts whose repetitions are counted on one event.
+const REMEMBERED: usize = 64;
 
 /// Kubernetes refuses longer ones.
 const MAX_MESSAGE: usize = 1024;
@@ -53,7 +58,9 @@ pub async fn publish(
         controller: format!("{}/{}", kerf_crds::names::GROUP, names::NODE_DAEMON),
         instance: Some(state.node_name.clone()),
     };
-    let recorder = Recorder::new(client, reporter);
+    // A recorder counts what has the same reason and action as a repetition, and keeps the first text: the same error of
+    // another call or another GPU would never be seen.
+    let mut recorders: HashMap<String, Recorder> = HashMap::new();
     while let Some(note) = notes.recv().await {
         let mut node = GpuNode::new(&state.node_name, Default::default());
         node.metadata.uid = state.seen_spec().map(|seen| seen.uid.clone());
@@ -63,6 +70,12 @@ pub async fn publish(
             message.truncate(end);
             message.push('…');
         }
+        if recorders.len() >= REMEMBERED {
+            recorders.clear();
+        }
+        let recorder = recorders
+            .entry(message.clone())
+            .or_insert_with(|| Recorder::new(client.clone(), reporter.clone()));
         let event = Event {
             type_: if note.warning { EventType::Warning } else { EventType::Normal },
             reason: note.reason,
