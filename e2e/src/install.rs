@@ -63,7 +63,7 @@ impl Overlay {
         let Some(spec) = object.pointer_mut(template) else { return };
         let on_host = spec["hostNetwork"] == true;
         for list in ["initContainers", "containers"] {
-            for container in spec[list].as_array_mut().into_iter().flatten() {
+            for container in spec.get_mut(list).and_then(Value::as_array_mut).into_iter().flatten() {
                 self.edit_container(container, on_host);
             }
         }
