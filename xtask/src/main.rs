@@ -77,7 +77,8 @@ fn demo(keep: bool, args: &[String]) -> Result<()> {
     step("building Kerf");
     run(cargo().args(["build", "--workspace", "--bins", "--lib"]))?;
     let mut demo = cargo();
-    demo.args(["run", "--quiet", "-p", "kerf-e2e", "--bin", "kerf-demo", "--"]);
+    // Without a package: the features of the build above, else dependencies would be built once more.
+    demo.args(["run", "--quiet", "--bin", "kerf-demo", "--"]);
     if keep {
         demo.arg("--keep");
     }
@@ -103,7 +104,6 @@ fn bench(program: &str, args: &[String]) -> Result<()> {
     step("building Kerf, optimised");
     run(cargo().args(["build", "--release", "--workspace", "--bins", "--lib"]))?;
     step("measuring");
-    // Without a package: the features of the build above, else dependencies would be built once more.
     run(cargo().args(["run", "--release", "--quiet", "--bin", program, "--"]).args(args))
 }
 
