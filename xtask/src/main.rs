@@ -41,7 +41,7 @@ enum Task {
     },
     /// Build or install the programs of the test cluster, and print where they are
     Toolchain,
-    /// Write the generated files anew: CRD manifests, API reference
+    /// Write the generated CRD manifests anew
     Generate,
     /// Everything that continuous integration checks
     Ci,
