@@ -39,7 +39,7 @@ pub struct ContainerRequest {
 /// One device of the claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceRequest {
-    /// Name of the request in the claim, a DNS label: `gpu-0`, `mig-1`.
+    /// Name of the request in the claim, a DNS label: `device-0`.
     pub name: String,
     /// The extended resource that it stands for.
     pub resource: String,
