@@ -54,6 +54,38 @@ pub struct Expanded {
     pub uses: BTreeMap<String, Vec<String>>,
 }
 
+/// Devices that one claim can hold: `AllocationResultsMaxSize` of `resource.k8s.io/v1`.
+pub const MAX_DEVICES: usize = 32;
+
+/// Says that a pod or claim asks for more than fits into one claim.
+pub fn too_many(asked: impl std::fmt::Display) -> String {
+    format!(
+        "asks for {asked} devices, but a claim holds at most {MAX_DEVICES}: ask for fewer and larger profiles, or spread \
+         the work over several pods"
+    )
+}
+
+/// Reads the annotation. Where the webhook does not look, users can write what they like into it; what passes here is
+/// safe to [`expand`].
+///
+/// # Errors
+/// It is not what the webhook writes, or asks for more devices than a claim holds.
+pub fn parse(annotation: &str) -> Result<OriginalResources, String> {
+    let original: OriginalResources = serde_json::from_str(annotation).map_err(|error| error.to_string())?;
+    // The most of one container, and the number of resources, are never more than the whole.
+    let mut asked: u64 = 0;
+    let mut resources = std::collections::BTreeSet::new();
+    for container in original.init_containers.iter().chain(&original.containers) {
+        asked = asked.max(container.resources.values().map(|count| u64::from(*count)).sum());
+        resources.extend(container.resources.iter().filter(|(_, count)| **count > 0).map(|(name, _)| name));
+    }
+    asked = asked.max(resources.len() as u64);
+    if asked <= MAX_DEVICES as u64 {
+        asked = expand(&original).requests.len() as u64;
+    }
+    if asked > MAX_DEVICES as u64 { Err(too_many(asked)) } else { Ok(original) }
+}
+
 /// Gives every container its devices; see the module's text for who shares with whom.
 pub fn expand(original: &OriginalResources) -> Expanded {
     let mut expanded = Expanded::default();
@@ -115,6 +147,24 @@ mod tests {
             sidecar,
             resources: resources.iter().map(|(r, c)| ((*r).into(), *c)).collect(),
         }
+    }
+
+    #[test]
+    fn an_annotation_is_not_expanded_beyond_what_a_claim_holds() {
+        let of = |counts: &[u32]| {
+            let name = |index: usize| format!("c{index}");
+            let containers =
+                counts.iter().enumerate().map(|(i, n)| container(&name(i), false, &[("m", *n)])).collect();
+            parse(&serde_json::to_string(&OriginalResources { init_containers: vec![], containers }).unwrap())
+        };
+        assert!(of(&[16, 16]).is_ok());
+        assert!(of(&[16, 17]).unwrap_err().starts_with("asks for 33 devices"));
+        assert!(of(&[u32::MAX, u32::MAX]).unwrap_err().starts_with("asks for 4294967295 devices"));
+        let many = (0..33).map(|i| (format!("m{i}"), 1)).collect();
+        let all = ContainerRequest { name: "c".into(), sidecar: false, resources: many };
+        let all = OriginalResources { init_containers: vec![all], containers: vec![] };
+        assert!(parse(&serde_json::to_string(&all).unwrap()).is_err());
+        assert!(parse("{").is_err());
     }
 
     #[test]

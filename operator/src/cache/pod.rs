@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, ResourceRequirements};
 use k8s_openapi::jiff::Timestamp;
 use kerf_crds::names;
-use kerf_crds::requests::OriginalResources;
+use kerf_crds::requests::{self, OriginalResources};
 use kerf_planner::snapshot::{NodeRequirement, Operator, PodNeeds, Toleration};
 
 use super::store::Stored;
@@ -133,7 +133,7 @@ impl From<Pod> for PodInfo {
                 .collect();
             Some(Box::new(PodDetail {
                 original: original.map(|text| {
-                    serde_json::from_str(text)
+                    requests::parse(text)
                         .map_err(|error| format!("annotation {}: {error}", names::ORIGINAL_RESOURCES))
                 }),
                 claims: spec
@@ -367,5 +367,22 @@ mod tests {
         let info = PodInfo::from(pod);
         assert!(info.gated());
         assert!(info.detail.unwrap().original.unwrap().is_err());
+    }
+
+    #[test]
+    fn an_annotation_for_more_devices_than_a_claim_holds_is_an_error() {
+        let original = |count: u32| {
+            let original =
+                json!({"containers": [{"name": "c", "resources": {"nvidia.com/mig-1g.10gb": count}}]});
+            let pod: Pod = serde_json::from_value(json!({
+                "metadata": {"name": "p", "annotations": {names::ORIGINAL_RESOURCES: original.to_string()}},
+                "spec": {"containers": [], "resourceClaims": [{"name": "c"}]},
+            }))
+            .unwrap();
+            PodInfo::from(pod).detail.unwrap().original.unwrap()
+        };
+        assert!(original(32).is_ok());
+        let refused = original(33).unwrap_err();
+        assert!(refused.contains("asks for 33 devices"), "{refused}");
     }
 }

@@ -8,12 +8,12 @@ use k8s_openapi::api::core::v1::{
 };
 use kerf_crds::{
     names::{GATE, GPU_RESOURCE, ORIGINAL_RESOURCES, POD_CLAIM, POD_OPT_OUT},
-    requests::{ContainerRequest, OriginalResources, expand},
+    requests::{ContainerRequest, MAX_DEVICES, OriginalResources, expand, too_many},
 };
 
 use super::{
     denial::Denial,
-    requests::{MAX_DEVICES, Served, is_sidecar, of_container, strip, too_many},
+    requests::{Served, is_sidecar, of_container, strip},
 };
 
 /// Annotation of the API object that stands for a static pod.

@@ -5,16 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use k8s_openapi::{api::core::v1::Container, apimachinery::pkg::api::resource::Quantity};
 use kerf_crds::{
     names::{GPU_RESOURCE, MIG_RESOURCE_PREFIX},
-    requests::ContainerRequest,
+    requests::{ContainerRequest, MAX_DEVICES, too_many},
 };
 
 use super::{
     denial::Denial,
     quantity::{NoCount, count},
 };
-
-/// Devices that one claim can hold: `AllocationResultsMaxSize` of `resource.k8s.io/v1`.
-pub(super) const MAX_DEVICES: usize = 32;
 
 /// Which extended resources Kerf serves.
 #[derive(Clone, Copy, Debug)]
@@ -110,14 +107,6 @@ fn devices(quantity: &Quantity, field: impl Fn() -> String) -> Result<u32, Denia
         Err(NoCount::Malformed) => format!("'{text}' is no quantity; write a whole number such as 1"),
     };
     Err(Denial::invalid(field(), message))
-}
-
-/// Says that a pod asks for more than fits into one claim.
-pub(super) fn too_many(asked: impl std::fmt::Display) -> String {
-    format!(
-        "asks for {asked} devices, but a pod's claim holds at most {MAX_DEVICES}: ask for fewer and larger profiles, or \
-         spread the work over several pods"
-    )
 }
 
 /// Takes the named resources out of limits and requests; maps that become empty go.
