@@ -4,6 +4,7 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use k8s_openapi::api::resource::v1::{CapacityRequirements, DeviceConstraint, DeviceSelector, ResourceClaim};
+use kerf_crds::requests::{MAX_DEVICES, too_many};
 use kerf_crds::{device, names};
 use kerf_planner::snapshot::{Constraint, ConstraintKind, DeviceNeed, Want};
 
@@ -13,6 +14,9 @@ use super::requests::{Wanted, class_is_ours, classes};
 use super::selectors::Selectors;
 use super::snapshot::Board;
 use crate::cache::World;
+
+/// [`MAX_DEVICES`] as a request's count is written.
+const MOST: i64 = MAX_DEVICES as i64;
 
 /// Reads claims into a request.
 pub(super) struct Reader<'a> {
@@ -104,6 +108,11 @@ impl Reader<'_> {
             }
             needs.push((full(&request.name), request.name.clone(), alternatives));
         }
+        let most = |wants: &[Want]| wants.iter().map(|want| want.count).max().unwrap_or_default();
+        let devices_at_most: u32 = needs.iter().map(|(.., alternatives)| most(alternatives)).sum();
+        if devices_at_most as usize > MAX_DEVICES {
+            return Err(format!("ResourceClaim {name:?} {}", too_many(devices_at_most)));
+        }
         let known: BTreeSet<String> = needs.iter().map(|(full, ..)| full.clone()).collect();
         for constraint in devices.constraints.iter().flatten() {
             let constraint = self.constraint(name, constraint, &full, &known)?;
@@ -129,8 +138,8 @@ impl Reader<'_> {
             }
         }
         let count = match ask.count.unwrap_or(1) {
-            count @ 1..=128 => count as u32,
-            other => return Err(format!("{path}: count {other} is not between 1 and 128")),
+            count @ 1..=MOST => count as u32,
+            other => return Err(format!("{path}: count {other} is not between 1 and {MOST}")),
         };
         let key = format!("{:?} {:?} {count} {:?}", ask.class, ask.selectors, ask.capacity);
         let known = self.memo.borrow().get(&key).cloned();

@@ -175,3 +175,16 @@ fn two_claims_with_the_same_request_names_stay_apart() {
     assert_eq!(wanted.parts["x/r"], ("x".to_owned(), "r".to_owned()));
     assert_eq!(wanted.parts["y/r"], ("y".to_owned(), "r".to_owned()));
 }
+
+#[test]
+fn a_claim_for_more_devices_than_an_allocation_holds_is_refused() {
+    let ask = |b: i64| {
+        let exactly = |count: i64| json!({"deviceClassName": "mig-1g.10gb.kerf.dev", "count": count});
+        let requests =
+            [json!({"name": "a", "exactly": exactly(20)}), json!({"name": "b", "exactly": exactly(b)})];
+        for_claim(json!({"requests": requests}))
+    };
+    wanted(ask(12));
+    let message = refused(ask(13));
+    assert!(message.contains("asks for 33 devices") && message.contains("at most 32"), "{message}");
+}
