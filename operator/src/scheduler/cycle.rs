@@ -47,7 +47,7 @@ pub struct Decision {
     pub quota: Vec<Arc<PodInfo>>,
     /// Pods bound where they can never run.
     pub stranded: Vec<Arc<PodInfo>>,
-    /// What pods are told.
+    /// What pods are told, once each.
     pub sentences: Vec<(Arc<PodInfo>, Sentence)>,
     /// UIDs of those of them that have no place: a node that was nominated for one keeps room for nobody.
     pub placeless: BTreeSet<String>,
@@ -172,8 +172,22 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
             });
         }
     }
+    decision.sentences = one_each(std::mem::take(&mut decision.sentences));
     decision.matches = matches;
     decision
+}
+
+/// One sentence a pod, or those of its claims would overwrite each other in every cycle: while it waits for one of them,
+/// it waits; else what was found out last.
+fn one_each(sentences: Vec<(Arc<PodInfo>, Sentence)>) -> Vec<(Arc<PodInfo>, Sentence)> {
+    let mut each: BTreeMap<String, (Arc<PodInfo>, Sentence)> = BTreeMap::new();
+    for (pod, sentence) in sentences {
+        let waits = each.get(&pod.uid).is_some_and(|(_, known)| !known.planned);
+        if !(waits && sentence.planned) {
+            each.insert(pod.uid.clone(), (pod, sentence));
+        }
+    }
+    each.into_values().collect()
 }
 
 /// Whether a placement's next step is one that [`super::apply`] makes by itself.

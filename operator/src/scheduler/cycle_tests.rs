@@ -20,6 +20,28 @@ fn commit_specs(world: &mut World, decision: &Decision) {
     }
 }
 
+fn node_info(name: &str) -> crate::cache::NodeInfo {
+    crate::cache::NodeInfo { version: 5, ..node(name, "8") }
+}
+
+/// A claim that the pod has, with these devices.
+fn allocated(
+    name: &str,
+    world: &World,
+    devices: &[Partition],
+    pod: &PodInfo,
+) -> k8s_openapi::api::resource::v1::ResourceClaim {
+    let class = "mig-3g.40gb.kerf.dev";
+    let mut claim = claim(name, json!({"requests": [{"name": "r", "exactly": {"deviceClassName": class}}]}));
+    claim.metadata.resource_version = Some("2".into());
+    let node = world.gpu_nodes.get("n0").unwrap();
+    let allocation = claims::allocate(&claim, node, devices, "2026-01-01T00:00:00Z".parse().unwrap());
+    let status = claim.status.get_or_insert_default();
+    status.allocation = Some(allocation.unwrap());
+    status.reserved_for = Some(vec![claims::reservation(pod)]);
+    claim
+}
+
 fn dynamic() -> serde_json::Value {
     json!({"mode": "Dynamic"})
 }
@@ -269,12 +291,8 @@ fn reservations_lapse() {
     assert!(decision.specs[0].spec.partitions.is_empty());
 }
 
-#[test]
-fn an_allocation_of_a_running_pod_without_a_record_is_put_on_record_again() {
-    let memory = Memory::default();
-    let mut allocated =
-        claim("c", json!({"requests": [{"name": "r", "exactly": {"deviceClassName": "mig.kerf.dev"}}]}));
-    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic());
+/// A pod runs with a 3g.40gb at 4, of which there is no record.
+fn running_off_the_record() -> (World, Partition) {
     let partition = Partition {
         gpu: "GPU-0".into(),
         instance: Some(wanted("3g.40gb", 4)),
@@ -286,19 +304,17 @@ fn an_allocation_of_a_running_pod_without_a_record_is_put_on_record_again() {
             request: "r".into(),
         }),
     };
-    let node = world.gpu_nodes.get("n0").unwrap();
-    let allocation = claims::allocate(
-        &allocated,
-        node,
-        std::slice::from_ref(&partition),
-        "2026-01-01T00:00:00Z".parse().unwrap(),
-    );
+    let world = world(vec![vec![gpu("GPU-0", 0)]], dynamic());
     let mut pod = claiming_pod("p", &["c"]);
     pod.node = Some("n0".into());
-    let status = allocated.status.get_or_insert_default();
-    status.allocation = allocation;
-    status.reserved_for = Some(vec![claims::reservation(&pod)]);
-    world = world.with_pod(pod).with_claim(allocated);
+    let allocated = allocated("c", &world, std::slice::from_ref(&partition), &pod);
+    (world.with_pod(pod).with_claim(allocated), partition)
+}
+
+#[test]
+fn an_allocation_of_a_running_pod_without_a_record_is_put_on_record_again() {
+    let memory = Memory::default();
+    let (world, partition) = running_off_the_record();
     let decision = decide_now(&world, &memory);
     assert_eq!(decision.specs[0].spec.partitions, [partition]);
     assert_eq!(decision.specs[0].node.key(), "n0");
@@ -430,4 +446,40 @@ fn a_pod_whose_instance_cannot_be_made_goes_to_the_nodes_other_gpu() {
     let decision = decide_now(&world, &memory);
     commit_specs(&mut world, &decision);
     assert_ne!(partition(&world), first);
+}
+
+#[test]
+fn a_pod_with_two_claims_is_told_one_thing_and_leaves_once() {
+    let memory = Memory::default();
+    let half =
+        || json!({"requests": [{"name": "r", "exactly": {"deviceClassName": "mig-3g.40gb.kerf.dev"}}]});
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic())
+        .with_pod(claiming_pod("p", &["a", "b"]))
+        .with_claim(claim("a", half()))
+        .with_claim(claim("b", half()));
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    assert_eq!(decide_now(&world, &memory).sentences.len(), 1, "both are being made");
+
+    let node = Arc::clone(world.gpu_nodes.get("n0").unwrap());
+    let of_a = |partition: &&Partition| matches!(&partition.owner, Owner::Claim(owner) if owner.name == "a");
+    let partition = node.spec.partitions.iter().find(of_a).unwrap().clone();
+    let start = partition.instance.as_ref().unwrap().placement.start;
+    world.replace_gpu_node(
+        |node| node.status.as_mut().unwrap().gpus[0].instances.push(instance("3g.40gb", start)),
+        "n0",
+    );
+    let pod = Arc::clone(world.pods.get("default/p").unwrap());
+    let allocated = allocated("a", &world, &[partition], &pod);
+    world.claims.watch_applied(allocated);
+    let decision = decide_now(&world, &memory);
+    assert_eq!(decision.sentences.len(), 1, "{:?}", decision.sentences);
+    assert_eq!(said(&decision, "p").unwrap().0, "Reshaping", "the claim that is not ready counts");
+
+    let mut cordoned = node_info("n0");
+    cordoned.unschedulable = true;
+    world.nodes.watch_applied(cordoned);
+    let decision = decide_now(&world, &memory);
+    assert_eq!(decision.sentences.len(), 1, "{:?}", decision.sentences);
+    assert_eq!(said(&decision, "p").unwrap().0, "NodesDoNotFit");
 }

@@ -93,6 +93,10 @@ pub fn join(
     // A pod's claims are on one node, all or none.
     let leaving: BTreeSet<&str> =
         keys.iter().filter(|key| memory.withdraws(key)).map(|key| key.pod_uid.as_str()).collect();
+    // It is asked about once, and sooner for a node that cannot take it than for a GPU that fails.
+    joined.troubled.retain(|troubled| !leaving.contains(troubled.key.pod_uid.as_str()));
+    joined.troubled.sort_by(|a, b| (&a.pod.uid, a.gpu.is_some()).cmp(&(&b.pod.uid, b.gpu.is_some())));
+    joined.troubled.dedup_by(|next, kept| next.pod.uid == kept.pod.uid);
     for key in keys.iter().filter(|key| joined.placed.contains(&key.pod_uid) && !memory.withdraws(key)) {
         if leaving.contains(key.pod_uid.as_str()) {
             memory.withdraw(key, now);
