@@ -41,7 +41,7 @@ pub struct Decision {
     pub specs: Vec<NodeWrite>,
     /// Placements whose next step is a write to something else.
     pub drive: BTreeSet<Key>,
-    /// Pods whose claims are all allocated, with others before them, and that still have Kerf's gate.
+    /// Pods whose claims are all allocated, with others before them, and that still have Kerf's gate and no other.
     pub ungate: Vec<Arc<PodInfo>>,
     /// Pods whose claim a quota refused a while ago.
     pub quota: Vec<Arc<PodInfo>>,

@@ -483,3 +483,21 @@ fn a_pod_with_two_claims_is_told_one_thing_and_leaves_once() {
     assert_eq!(decision.sentences.len(), 1, "{:?}", decision.sentences);
     assert_eq!(said(&decision, "p").unwrap().0, "NodesDoNotFit");
 }
+
+#[test]
+fn the_gate_stays_while_gates_of_others_are_there_even_if_all_is_allocated() {
+    let (world, partition) = running_off_the_record();
+    let mut world = world;
+    world.replace_gpu_node(|node| node.spec.partitions = vec![partition], "n0");
+    let mut sharing = claiming_pod("q", &["c"]);
+    let gates = |gates: &[&str]| gates.iter().map(|gate| (*gate).to_owned()).collect::<Vec<_>>();
+    sharing.detail.as_mut().unwrap().gates = gates(&["kerf.dev/plan", "example.com/later"]);
+    world = world.with_pod(sharing.clone());
+    let decision = decide_now(&world, &Memory::default());
+    assert!(decision.ungate.is_empty());
+    assert_eq!(said(&decision, "q").unwrap().0, "OtherGates");
+    sharing.version = 2;
+    sharing.detail.as_mut().unwrap().gates = gates(&["kerf.dev/plan"]);
+    let decision = decide_now(&world.with_pod(sharing), &Memory::default());
+    assert_eq!(decision.ungate.len(), 1);
+}

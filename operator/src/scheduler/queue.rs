@@ -86,7 +86,16 @@ enum Read {
 fn read(looking: &Looking<'_>, pod: &Arc<PodInfo>, decision: &mut Decision) -> Read {
     let Looking { world, board, memory, selectors, memo, now } = looking;
     let may_try = |now: Instant| memory.may_try(&pod.uid, now);
-    let mut wanted = match requests::read(world, board, selectors, memo, pod) {
+    let asks = requests::read(world, board, selectors, memo, pod);
+    // Kerf acts once its own gate is the only one left: until then others may change the pod.
+    let acts = matches!(asks, Asks::For(_)) || matches!(asks, Asks::Allocated) && pod.gated();
+    let others = pod.other_gates();
+    if acts && !others.is_empty() {
+        let others = others.join(", ");
+        let message = format!("waits for the scheduling gates of others to be removed: {others}");
+        return Read::Told(Sentence::waiting(pod_reason::OTHER_GATES, message));
+    }
+    let mut wanted = match asks {
         Asks::Nothing => return Read::Nothing,
         Asks::Allocated => {
             if pod.gated() && may_try(*now) {
@@ -97,12 +106,6 @@ fn read(looking: &Looking<'_>, pod: &Arc<PodInfo>, decision: &mut Decision) -> R
         Asks::Cannot(reason, message) => return Read::Told(Sentence::waiting(reason, message)),
         Asks::For(wanted) => wanted,
     };
-    let others = pod.other_gates();
-    if !others.is_empty() {
-        let others = others.join(", ");
-        let message = format!("waits for the scheduling gates of others to be removed: {others}");
-        return Read::Told(Sentence::waiting(pod_reason::OTHER_GATES, message));
-    }
     if let Some((reason, message)) = memory.trouble(&pod.uid)
         && (reason == pod_reason::QUOTA || !may_try(*now))
     {
