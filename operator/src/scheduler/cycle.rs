@@ -106,6 +106,13 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     // 2. Join.
     let joined = join(world, &board, memory, now, &mut decision, &mut changes);
 
+    // Allocations that go back on record: the board does not know them yet, so nothing else goes to their nodes.
+    for name in changes.added.keys() {
+        if let Some(node) = board.node(name) {
+            board.snapshot.nodes[node].ready = false;
+        }
+    }
+
     // 3. Plan.
     let memo = Memo::default();
     let looking = Looking { world, board: &board, memory, selectors, memo: &memo, now };

@@ -501,3 +501,15 @@ fn the_gate_stays_while_gates_of_others_are_there_even_if_all_is_allocated() {
     let decision = decide_now(&world.with_pod(sharing), &Memory::default());
     assert_eq!(decision.ungate.len(), 1);
 }
+
+#[test]
+fn what_is_put_on_record_again_is_not_given_to_another_in_the_same_cycle() {
+    let memory = Memory::default();
+    let (world, partition) = running_off_the_record();
+    let mut world = world.with_pod(gated_pod("q", "nvidia.com/mig-7g.80gb", json!({})));
+    let decision = decide_now(&world, &memory);
+    assert_eq!(decision.specs[0].spec.partitions, [partition]);
+    commit_specs(&mut world, &decision);
+    let decision = decide_now(&world, &memory);
+    assert_eq!(said(&decision, "q").unwrap().0, "NoRoom");
+}
