@@ -21,8 +21,14 @@ pub struct Device {
 }
 
 /// Attributes by which devices of one kind differ from GPU to GPU: a selector without them is evaluated once a kind.
-const INDIVIDUAL: [&str; 5] =
-    [attribute::UUID, attribute::PARENT_UUID, attribute::INDEX, attribute::NUMA_NODE, attribute::PCI_BUS_ID];
+const INDIVIDUAL: [&str; 6] = [
+    attribute::UUID,
+    attribute::PARENT_UUID,
+    attribute::INDEX,
+    attribute::NUMA_NODE,
+    attribute::PCI_BUS_ID,
+    attribute::PCIE_ROOT,
+];
 
 /// Remembered answers are dropped when there are this many.
 const REMEMBERED: usize = 100_000;
@@ -45,9 +51,11 @@ impl std::fmt::Debug for Selectors {
 impl Selectors {
     /// Whether the selector may answer differently for two GPUs of the same kind.
     pub fn tells_gpus_apart(expression: &str) -> bool {
-        // `uuid` also covers `parentUUID`.
         let lower = expression.to_ascii_lowercase();
-        ["uuid", "index", "numanode", "pcibusid"].iter().any(|name| lower.contains(name))
+        INDIVIDUAL.iter().any(|name| {
+            let name = name.split_once('/').map_or(*name, |(_, name)| name);
+            lower.contains(&name.to_ascii_lowercase())
+        })
     }
 
     /// Whether the device satisfies the selector. An error says what is wrong with the expression; an attribute that
@@ -274,6 +282,17 @@ mod tests {
             ]),
             capacities: BTreeMap::from([(device::capacity::MEMORY, 10 << 30)]),
         }
+    }
+
+    #[test]
+    fn what_differs_from_gpu_to_gpu_is_known_in_selectors() {
+        for name in ["uuid", "parentUUID", "index", "numaNode", "pciBusID", "pcieRoot"] {
+            assert!(
+                Selectors::tells_gpus_apart(&format!("device.attributes['domain'].{name} == 'x'")),
+                "{name}"
+            );
+        }
+        assert!(!Selectors::tells_gpus_apart("device.attributes['gpu.kerf.dev'].profile == '1g.10gb'"));
     }
 
     #[test]
