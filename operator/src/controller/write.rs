@@ -7,8 +7,9 @@ use kerf_crds::names;
 use kerf_crds::{PartitionPolicy, PartitionPolicyStatus};
 use kube::api::{Patch, PatchParams, PostParams};
 use kube::{Api, ResourceExt};
+use tokio::time::timeout;
 
-use crate::scheduler::apply::Writer;
+use crate::scheduler::apply::{PATIENCE, Writer};
 
 /// Writes each status that differs, if the policy has not changed meanwhile.
 pub async fn policies(writer: &Writer, statuses: Vec<(Arc<PartitionPolicy>, PartitionPolicyStatus)>) {
@@ -19,12 +20,12 @@ pub async fn policies(writer: &Writer, statuses: Vec<(Arc<PartitionPolicy>, Part
         }
         let mut policy = PartitionPolicy::clone(&policy);
         policy.status = Some(status);
-        match api.replace_status(&policy.name_any(), &PostParams::default(), &policy).await {
-            Ok(written) => writer.cache.wrote_policy(written),
-            Err(kube::Error::Api(error)) if error.code == 409 || error.code == 404 => {}
-            Err(error) => {
-                tracing::warn!(policy = policy.name_any(), %error, "cannot write the policy's status")
-            }
+        let name = policy.name_any();
+        match timeout(PATIENCE, api.replace_status(&name, &PostParams::default(), &policy)).await {
+            Ok(Ok(written)) => writer.cache.wrote_policy(written),
+            Ok(Err(kube::Error::Api(error))) if error.code == 409 || error.code == 404 => {}
+            Ok(Err(error)) => tracing::warn!(policy = name, %error, "cannot write the policy's status"),
+            Err(_) => return too_long(writer),
         }
     }
 }
@@ -37,9 +38,17 @@ pub async fn classes(writer: &Writer, classes: Vec<DeviceClass>) {
         if !writer.leadership.holds() {
             return;
         }
-        match api.patch(&class.name_any(), &parameters, &Patch::Apply(&class)).await {
-            Ok(written) => writer.cache.wrote_class(written),
-            Err(error) => tracing::warn!(class = class.name_any(), %error, "cannot write the DeviceClass"),
+        let name = class.name_any();
+        match timeout(PATIENCE, api.patch(&name, &parameters, &Patch::Apply(&class))).await {
+            Ok(Ok(written)) => writer.cache.wrote_class(written),
+            Ok(Err(error)) => tracing::warn!(class = name, %error, "cannot write the DeviceClass"),
+            Err(_) => return too_long(writer),
         }
     }
+}
+
+/// The scheduler waits for these writes: the rest of them is left to the next cycle.
+fn too_long(writer: &Writer) {
+    tracing::warn!("the API server took too long; looking again");
+    writer.cache.wake();
 }

@@ -29,7 +29,7 @@ const CONCURRENCY: usize = 32;
 /// Most steps of one placement in one go: create, allocate, tell, ungate, and some for the unforeseen.
 const STEPS: usize = 8;
 /// A write that takes longer is given up; the next cycle looks what became of it.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Everything that writing needs.
 #[derive(Clone)]
