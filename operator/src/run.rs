@@ -6,14 +6,14 @@ use anyhow::Context;
 use kerf_crds::names;
 use kerf_crds::{GpuNode, PartitionPolicy};
 use kube::Client;
-use kube::runtime::events::{Recorder, Reporter};
+use kube::runtime::events::Reporter;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
 use crate::cache::{self, Cache};
 use crate::config::Config;
 use crate::leader::Election;
-use crate::scheduler::{self, apply::Writer};
+use crate::scheduler::{self, apply::Writer, events::Events};
 use crate::webhook::{self, View};
 
 /// Runs until SIGTERM or SIGINT, or until something fails that cannot be retried.
@@ -54,7 +54,7 @@ pub async fn run_until(
 
     let reporter = Reporter { controller: names::OPERATOR.into(), instance: Some(config.identity()) };
     let writer = Writer {
-        events: Recorder::new(client.clone(), reporter),
+        events: Events::new(client.clone(), reporter),
         memory: Arc::default(),
         client,
         cache,

@@ -13,11 +13,11 @@ use kerf_crds::GpuNode;
 use kerf_crds::conditions::pod_reason;
 use kerf_planner::protocol::{Step, next};
 use kube::api::PostParams;
-use kube::runtime::events::Recorder;
 use kube::{Api, Client, ResourceExt};
 
 use super::claim_writes::release_hold;
 use super::cycle::{Decision, NodeWrite, is_driven};
+use super::events::Events;
 use super::memory::Memory;
 use super::placements::{self, Key, Seen};
 use super::tell::{Nominate, Sentence};
@@ -38,7 +38,7 @@ pub struct Writer {
     pub cache: Cache,
     pub memory: Arc<Memory>,
     pub leadership: Leadership,
-    pub events: Recorder,
+    pub events: Events,
 }
 
 impl std::fmt::Debug for Writer {

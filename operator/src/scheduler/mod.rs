@@ -13,7 +13,7 @@
 //! | `queue`, `requests`, `needs`, `filter`, `selectors` | who is planned for, and what each asks for, down to CEL |
 //! | `entries`, `preempt`, `warm` | what goes into nodes' specs: placements, also where kube-scheduler must preempt; warm instances |
 //! | `tell` | what pods are told |
-//! | `apply`, `claim_writes`, `pod_writes`, `stranded`, `claims` | the writes |
+//! | `apply`, `claim_writes`, `pod_writes`, `events`, `stranded`, `claims` | the writes |
 //! | `memory` | the pace |
 
 pub mod apply;
@@ -21,6 +21,7 @@ mod claim_writes;
 pub mod claims;
 pub mod cycle;
 pub mod entries;
+pub mod events;
 mod filter;
 pub mod join;
 pub mod memory;

@@ -20,7 +20,7 @@ use crate::cache::PodInfo;
 /// A sentence whose numbers change is not rewritten more often than this.
 const SAME_REASON: Duration = Duration::from_secs(2);
 
-/// Kubernetes allows 32 KiB; a sentence that long is not one.
+/// Kubernetes allows 32 KiB in a condition, and so much in an event.
 const LONGEST: usize = 1024;
 
 /// What a pod is told.
@@ -38,7 +38,10 @@ impl Sentence {
     pub fn waiting(reason: &'static str, message: impl Into<String>) -> Self {
         let mut message: String = message.into();
         if message.len() > LONGEST {
-            let end = (0..=LONGEST).rev().find(|end| message.is_char_boundary(*end)).unwrap_or_default();
+            let end = (0..=LONGEST - '…'.len_utf8())
+                .rev()
+                .find(|end| message.is_char_boundary(*end))
+                .unwrap_or_default();
             message.truncate(end);
             message.push('…');
         }
@@ -215,6 +218,13 @@ mod tests {
             })),
             ..PodInfo::default()
         }
+    }
+
+    #[test]
+    fn a_long_sentence_is_cut_to_what_an_event_takes() {
+        assert_eq!(Sentence::waiting(pod_reason::RETRYING, "a".repeat(LONGEST)).message.len(), LONGEST);
+        let cut = Sentence::waiting(pod_reason::RETRYING, "a".repeat(LONGEST + 1)).message;
+        assert!(cut.len() <= LONGEST && cut.ends_with('…'), "{}", cut.len());
     }
 
     #[test]
