@@ -12,6 +12,7 @@ use kube::runtime::WatchStreamExt as _;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client};
 
+use crate::answer::{LIMIT, within};
 use crate::backoff::WatchBackoff;
 use crate::node::{NodeState, SeenSpec};
 use crate::ours::Ours;
@@ -96,7 +97,7 @@ async fn create(nodes: &Api<GpuNode>, state: &NodeState) -> anyhow::Result<()> {
             ..OwnerReference::default()
         }]
     });
-    match nodes.create(&PostParams::default(), &node).await {
+    match within(LIMIT, nodes.create(&PostParams::default(), &node)).await {
         Ok(_) => Ok(()),
         // Somebody else was faster; the watch shows it.
         Err(kube::Error::Api(status)) if status.is_already_exists() => Ok(()),

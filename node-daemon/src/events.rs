@@ -7,6 +7,7 @@ use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Client, Resource as _};
 use tokio::sync::mpsc;
 
+use crate::answer::{LIMIT, within};
 use crate::node::NodeState;
 
 /// Something that people should see.
@@ -83,7 +84,7 @@ pub async fn publish(
             action: note.action.to_owned(),
             secondary: None,
         };
-        if let Err(error) = recorder.publish(&event, &node.object_ref(&())).await {
+        if let Err(error) = within(LIMIT, recorder.publish(&event, &node.object_ref(&()))).await {
             tracing::debug!(%error, "an event could not be published");
         }
     }

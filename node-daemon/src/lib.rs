@@ -2,6 +2,7 @@
 //! instances to kubelet. See [`node`] for how its parts hang together.
 #![deny(unsafe_code)]
 
+pub mod answer;
 pub mod api;
 pub mod backoff;
 pub mod cdi;

@@ -13,6 +13,7 @@ use kube::{Api, Client};
 use serde_json::json;
 use tokio::time::{sleep, timeout};
 
+use crate::answer::{LIMIT, within};
 use crate::backoff::Backoff;
 use crate::inventory::{Gpu, Instance, Inventory};
 use crate::node::{GpuReport, Kubelet, NodeState, SeenSpec};
@@ -302,7 +303,7 @@ pub async fn write(client: Client, state: NodeState) -> anyhow::Result<()> {
 }
 
 async fn current_conditions(nodes: &Api<GpuNode>, name: &str) -> Vec<Condition> {
-    match nodes.get_opt(name).await {
+    match within(LIMIT, nodes.get_opt(name)).await {
         Ok(Some(node)) => node.status.map(|status| status.conditions).unwrap_or_default(),
         _ => Vec::new(),
     }
@@ -317,7 +318,8 @@ async fn patch(nodes: &Api<GpuNode>, name: &str, status: &GpuNodeStatus) -> Resu
         }
     }
     let params = PatchParams { field_manager: Some(names::NODE_DAEMON.into()), ..PatchParams::default() };
-    nodes.patch_status(name, &params, &Patch::Merge(json!({ "status": status }))).await.map(drop)
+    let patch = Patch::Merge(json!({ "status": status }));
+    within(LIMIT, nodes.patch_status(name, &params, &patch)).await.map(drop)
 }
 
 #[cfg(test)]

@@ -14,6 +14,7 @@ use tokio::time::Instant;
 
 use super::build::build;
 use super::pool::{Pool, differ};
+use crate::answer::{LIMIT, within};
 use crate::backoff::WatchBackoff;
 use crate::node::NodeState;
 
@@ -155,7 +156,7 @@ impl Publisher {
             self.put(slice, &parameters).await?;
         }
         for name in surplus {
-            match self.slices.delete(&name, &DeleteParams::default()).await {
+            match within(LIMIT, self.slices.delete(&name, &DeleteParams::default())).await {
                 Ok(_) => {}
                 Err(kube::Error::Api(status)) if status.is_not_found() => {}
                 Err(error) => return Err(error),
@@ -171,9 +172,9 @@ impl Publisher {
         let written = match self.live.get(&name) {
             Some(live) => {
                 slice.metadata.resource_version.clone_from(&live.metadata.resource_version);
-                self.slices.replace(&name, parameters, &slice).await
+                within(LIMIT, self.slices.replace(&name, parameters, &slice)).await
             }
-            None => self.slices.create(parameters, &slice).await,
+            None => within(LIMIT, self.slices.create(parameters, &slice)).await,
         };
         match written {
             Ok(slice) => {
@@ -182,7 +183,7 @@ impl Publisher {
             }
             Err(error) => {
                 // Deleted, made or edited by somebody meanwhile: look before the next try, the watch may be behind.
-                match self.slices.get_opt(&name).await? {
+                match within(LIMIT, self.slices.get_opt(&name)).await? {
                     Some(slice) => _ = self.live.insert(name, slice),
                     None => _ = self.live.remove(&name),
                 }
