@@ -137,13 +137,16 @@ impl NodeState {
         self.put_together(&looks);
     }
 
-    /// No inventory is shown before every GPU was looked at: one that is missing from it is not there.
+    /// No first inventory is shown before every GPU was looked at: one that is missing from it is not there.
     fn put_together(&self, looks: &Looks) {
         let complete = match &looks.expected {
             Some(expected) => expected.iter().all(|uuid| looks.gpus.contains_key(uuid)),
             None => looks.node.unavailable.is_some(),
         };
-        if !complete {
+        // The first look at a GPU that was found since may hang, and what becomes of the others is to be seen.
+        let shown = self.inventory.borrow().as_ref().map_or(0, |shown| shown.gpus.len());
+        let only_shown_before = shown > 0 && shown == looks.gpus.len();
+        if !complete && !only_shown_before {
             return;
         }
         let mut gpus: Vec<Gpu> = looks.gpus.values().cloned().collect();
@@ -173,5 +176,35 @@ impl NodeState {
     /// Resolves when a scan has been asked for. For the scanner alone.
     pub async fn scan_requested(&self) {
         self.rescan.notified().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_that_is_not_looked_at_yet_holds_back_the_first_inventory_and_no_later_one() {
+        let state = NodeState::new("n", PreparedClaims::new());
+        let expect = |uuids: &[&str]| {
+            let uuids = uuids.iter().map(ToString::to_string).collect();
+            state.publish_node(Inventory::default(), Some(uuids));
+        };
+        let look = |uuid: &str, index| {
+            state.publish_gpu(Gpu { uuid: uuid.into(), index, ..Gpu::default() });
+        };
+        let shown = || {
+            let shown = state.latest()?;
+            Some(shown.gpus.iter().map(|gpu| (gpu.uuid.clone(), gpu.index)).collect::<Vec<_>>())
+        };
+        expect(&["a", "b"]);
+        look("a", 0);
+        assert_eq!(shown(), None);
+        look("b", 1);
+        expect(&["a", "b", "c"]);
+        look("b", 2);
+        assert_eq!(shown().unwrap(), [("a".into(), 0), ("b".into(), 2)]);
+        look("c", 1);
+        assert_eq!(shown().unwrap().len(), 3);
     }
 }
