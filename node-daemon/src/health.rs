@@ -84,7 +84,7 @@ impl Health {
         }
     }
 
-    /// Notes an XID. `Some`: a device has failed; the text says which, and how.
+    /// Notes an XID. `Some`: a device has failed, and that was not known; the text says which, and how.
     pub fn note(&self, xid: &Xid) -> Option<Reason> {
         let uuid = xid.gpu.as_ref()?;
         if !is_device_failure(xid.code) {
@@ -94,19 +94,21 @@ impl Health {
         let failures = record.gpus.entry(uuid.clone()).or_default();
         let reason = format!("Xid{}", xid.code);
         let see = "see https://docs.nvidia.com/deploy/xid-errors/";
-        let reason = match xid.gpu_instance.filter(|_| xid.code != OFF_THE_BUS) {
+        let (before, reason) = match xid.gpu_instance.filter(|_| xid.code != OFF_THE_BUS) {
             Some(instance) => {
                 let message = format!("XID {} on GPU instance {instance} of {uuid}; {see}", xid.code);
                 let reason = Reason { reason, message };
-                failures.instances.insert(instance, reason.clone());
-                reason
+                (failures.instances.insert(instance, reason.clone()), reason)
             }
             None => {
                 let reason = Reason { reason, message: format!("XID {} on {uuid}; {see}", xid.code) };
-                failures.gpu = Some(reason.clone());
-                reason
+                (failures.gpu.replace(reason.clone()), reason)
             }
         };
+        // A failing device may repeat itself many times a second.
+        if before.as_ref() == Some(&reason) {
+            return None;
+        }
         self.write(&record);
         Some(reason)
     }
@@ -137,7 +139,7 @@ impl Health {
         self.write(&record);
     }
 
-    /// Notes that a GPU cannot be reached: if it ever can be again, it has been reset.
+    /// Notes that a GPU has fallen off the bus: if it ever can be reached again, it has been reset.
     pub fn note_loss(&self, uuid: &str) {
         let mut record = self.lock();
         let Some(failures) = record.gpus.get_mut(uuid) else { return };
@@ -169,6 +171,7 @@ mod tests {
         let xid = |code, gpu_instance| Xid { gpu: Some("GPU-1".into()), code, gpu_instance };
         assert_eq!(health.note(&xid(31, Some(3))), None, "an application's fault");
         health.note(&xid(95, Some(3))).unwrap();
+        assert_eq!(health.note(&xid(95, Some(3))), None, "no news");
         let instance = |id| Instance { gpu_instance_id: id, ..Instance::default() };
         let mut gpu =
             Gpu { uuid: "GPU-1".into(), instances: vec![instance(3), instance(4)], ..Gpu::default() };

@@ -90,12 +90,15 @@ pub async fn run(context: Context, rounds: watch::Sender<u64>) -> anyhow::Result
         let waited = timeout(pause, async {
             tokio::select! {
                 () = context.state.scan_requested() => {}
-                Some(xid) = xids.recv() => note_xid(&context, &xid),
+                () = new_failure(&context, &mut xids) => {}
             }
         });
         if waited.await.is_ok() {
             // Many causes at once make one round.
             sleep(Duration::from_millis(50)).await;
+        }
+        while let Ok(xid) = xids.try_recv() {
+            note_xid(&context, &xid);
         }
     }
 }
@@ -156,15 +159,30 @@ fn spawn_xid_thread(driver: Driver, xids: mpsc::Sender<Xid>) -> std::io::Result<
         .map(drop)
 }
 
-fn note_xid(context: &Context, xid: &Xid) {
+/// Takes XIDs until one tells of a failure that was not known.
+async fn new_failure(context: &Context, xids: &mut mpsc::Receiver<Xid>) {
+    while let Some(xid) = xids.recv().await {
+        if note_xid(context, &xid) {
+            return;
+        }
+    }
+    std::future::pending().await
+}
+
+/// Whether it tells of a failure that was not known.
+fn note_xid(context: &Context, xid: &Xid) -> bool {
     // What failed before the driver went is forgotten first, so that this is not.
     context.health.follow(context.driver.departures());
     match context.health.note(xid) {
         Some(Reason { reason, message }) => {
             tracing::error!("{message}");
             context.notes.send(Note { warning: true, reason, action: "Health", message });
+            true
         }
-        None => tracing::info!(?xid, "an XID that is no failure of a device"),
+        None => {
+            tracing::info!(?xid, "an XID that tells of no new failure of a device");
+            false
+        }
     }
 }
 
