@@ -254,7 +254,8 @@ impl Worker {
             tracing::warn!("{}", reason.message);
             self.note(true, &reason.reason, "Look", reason.message.clone());
         }
-        if gone {
+        // One that is only not found may come back without a reset.
+        if failure.code == Code::GPU_IS_LOST {
             self.context.health.note_loss(&self.identity.uuid);
         }
         if gone || self.last.is_none() {

@@ -217,6 +217,33 @@ async fn an_xid_marks_what_it_is_about() {
 }
 
 #[tokio::test]
+async fn xids_that_tell_nothing_new_make_no_rounds() {
+    let node = a100(2);
+    let mut daemon = node.start();
+    daemon.inventory().await;
+    node.watches_xids(1).await;
+    let rounds = || {
+        let log = node.sim.call_log().unwrap();
+        log.iter().filter(|line| line.contains(" nvmlDeviceGetCount ")).count()
+    };
+    let before = rounds();
+    node.sim.xid(0, None, 48).unwrap();
+    for _ in 0..20 {
+        node.sim.xid(0, None, 13).unwrap();
+        node.sim.xid(0, None, 48).unwrap();
+    }
+    node.sim.xid(1, None, 79).unwrap();
+    daemon.until("failed GPU", off_the_bus).await;
+    // Two failures, and what else may have been asked for meanwhile.
+    assert!(rounds() - before <= 6, "{} rounds for two failures", rounds() - before);
+    let mut told = Vec::new();
+    while let Ok(note) = daemon.notes.try_recv() {
+        told.extend((note.action == "Health").then_some(note.reason));
+    }
+    assert_eq!(told, ["Xid48", "Xid79"]);
+}
+
+#[tokio::test]
 async fn a_failed_gpu_stays_failed_over_a_restart_of_the_daemon_until_it_is_reset() {
     let node = a100(2);
     let daemon = node.start();
@@ -230,6 +257,24 @@ async fn a_failed_gpu_stays_failed_over_a_restart_of_the_daemon_until_it_is_rese
     drop(daemon);
     node.sim.reset_gpu(1).unwrap();
     assert!(!has_failed(&*node.start().inventory().await));
+}
+
+#[tokio::test]
+async fn a_failed_gpu_that_is_not_found_for_a_moment_stays_failed() {
+    let node = a100(1);
+    let mut daemon = node.start();
+    node.watches_xids(0).await;
+    // The driver asks for no reset.
+    node.sim.xid(0, None, 62).unwrap();
+    let is = |inventory: &Inventory, reason: &str| {
+        inventory.gpus[0].unhealthy.as_ref().is_some_and(|why| why.reason == reason)
+    };
+    daemon.until("failed GPU", |inventory| is(inventory, "Xid62")).await;
+    node.sim.inject("nvmlDeviceGetHandleByUUID", NvmlError::NotFound, Occurrence::Once, None).unwrap();
+    daemon.state.request_scan();
+    daemon.note("the loss", |note| note.reason == node_reason::GPU_LOST).await;
+    let found = daemon.until("found GPU", |inventory| !is(inventory, node_reason::GPU_LOST)).await;
+    assert!(is(&found, "Xid62"), "{:?}", found.gpus[0].unhealthy);
 }
 
 #[tokio::test]
