@@ -85,8 +85,8 @@ struct Worker {
     /// Why the last look failed; `None` if it did not.
     unseen: Option<Failure>,
     failed: Vec<Failed>,
-    /// By what the GPU is blocked, and since when.
-    blocked: Option<(String, Instant)>,
+    /// By what the GPU is blocked, since when, and whether that was told in an event.
+    blocked: Option<(String, Instant, bool)>,
     /// What the last step disturbed: barred from Prepare until everybody can see what became of it.
     condemned: Option<Condemned>,
 }
@@ -178,6 +178,7 @@ impl Worker {
         {
             gpu.unmanaged = Some(reason.clone());
         }
+        let blocked = blocked.or_else(|| without_device(&gpu));
         self.publish(gpu);
         let now = Instant::now();
         let ready =
@@ -201,12 +202,16 @@ impl Worker {
             self.blocked = None;
             return None;
         };
-        let since = match self.blocked.take() {
-            Some((word, since)) if word == reason.reason => since,
-            _ => Instant::now(),
+        let (since, told) = match self.blocked.take() {
+            Some((word, since, told)) if word == reason.reason => (since, told),
+            _ => (Instant::now(), false),
         };
-        self.blocked = Some((reason.reason.clone(), since));
-        (since.elapsed() >= PASSING).then_some(reason)
+        let lasts = since.elapsed() >= PASSING;
+        if lasts && !told {
+            self.note(true, &reason.reason, "Reshape", reason.message.clone());
+        }
+        self.blocked = Some((reason.reason.clone(), since, lasts));
+        lasts.then_some(reason)
     }
 
     fn due(&self, gpu: &Gpu, concern: &Concern) -> (Vec<Step>, Option<Reason>) {
@@ -440,6 +445,20 @@ impl Worker {
             }
         }
     }
+}
+
+/// An instance of ours with its compute instance that NVML's list of MIG devices leaves out: no pod can use it.
+fn without_device(gpu: &Gpu) -> Option<Reason> {
+    let instance = gpu.instances.iter().find(|instance| {
+        !instance.foreign
+            && matches!(instance.compute_instances.as_slice(), [one] if one.full_width && one.uuid.is_empty())
+    })?;
+    let failure = Failure { call: "nvmlDeviceGetMigDeviceHandleByIndex", code: Code::NOT_FOUND };
+    let message = format!(
+        "{failure} for {} (GPU instance {}) on {}, which has its compute instance",
+        instance.profile, instance.gpu_instance_id, gpu.uuid
+    );
+    Some(Reason { reason: failure.code.name().into_owned(), message })
 }
 
 /// Why a GPU is not Kerf's, the node's reason before the GPU's own.
