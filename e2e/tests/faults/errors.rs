@@ -44,16 +44,28 @@ fn every_error_of_every_call_is_told_and_survived() {
         let cases = cases(&kerf, &namespace, NODES[0]).await?;
         let (kerf, namespace, cases) = (&kerf, &namespace, &cases);
         let workers = NODES.iter().enumerate().map(|(worker, node)| async move {
+            let mut failed = Vec::new();
             for (index, case) in cases.iter().enumerate().filter(|(index, _)| index % NODES.len() == worker) {
-                let started = std::time::Instant::now();
-                one(kerf, namespace, node, index, case)
-                    .await
-                    .with_context(|| format!("{} at {} on {node}", case.error.name(), case.call))?;
-                println!("{} at {}: {} s", case.error.name(), case.call, started.elapsed().as_secs());
+                if let Err(error) = one(kerf, namespace, node, index, case).await {
+                    failed.push(format!("{} at {} on {node}: {error:#}", case.error.name(), case.call));
+                    // The others are worth knowing too.
+                    kerf.sim(node)?.clear_faults()?;
+                    for name in [once(index), lasting(index)] {
+                        // One of them may not have come to be.
+                        let _ = kerf.delete_pod(namespace, &name).await;
+                    }
+                }
             }
-            anyhow::Ok(())
+            anyhow::Ok(failed)
         });
-        futures::future::try_join_all(workers).await?;
+        let failed = futures::future::try_join_all(workers).await?.concat();
+        ensure!(
+            failed.is_empty(),
+            "{} of {} cases failed:\n{}",
+            failed.len(),
+            cases.len(),
+            failed.join("\n")
+        );
         kerf.wait_no_leak(namespace).await
     });
 }
@@ -119,17 +131,24 @@ async fn arm(kerf: &Kerf, node: &str, case: &Case, occurrence: Occurrence) -> Re
     Ok(())
 }
 
+fn once(index: usize) -> String {
+    format!("once-{index}")
+}
+
+fn lasting(index: usize) -> String {
+    format!("lasting-{index}")
+}
+
 async fn one(kerf: &Kerf, namespace: &str, node: &str, index: usize, case: &Case) -> Result<()> {
     let sim = kerf.sim(node)?;
     // Once: nobody has to do anything. Each pod has the instance of the one before destroyed and its own made.
     arm(kerf, node, case, Occurrence::Once).await?;
-    let name = format!("once-{index}");
-    run_and_delete(kerf, namespace, node, &name, "7g.80gb").await.context("with the error once")?;
+    run_and_delete(kerf, namespace, node, &once(index), "7g.80gb").await.context("with the error once")?;
     sim.clear_faults()?;
 
     // For as long as it lasts: it is told, by name, or done without.
     arm(kerf, node, case, Occurrence::Persistent).await?;
-    let name = format!("lasting-{index}");
+    let name = lasting(index);
     kerf.create_pod(namespace, &on(node, gpu_pod(&name, &[(&mig("3g.40gb"), 1)]))).await?;
     let words = format!("{} failed with {}", case.call, case.error.name());
     let told = eventually(PATIENCE, "the error told, or done without", || async {
