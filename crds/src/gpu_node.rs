@@ -243,7 +243,8 @@ pub struct Gpu {
     /// Present: the GPU has failed, and how.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unhealthy: Option<Reason>,
-    /// Present: the next step on this GPU fails and is being retried.
+    /// Present: the GPU is not yet as `spec` wants it, and why: a step fails and is being retried, or something is waited
+    /// for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<Reason>,
     /// The claims that the whole GPU is prepared for.

@@ -160,7 +160,7 @@ fn gpu(gpu_node: &GpuNode, observed: &gpu_node::Gpu, matched: &Match, geometries
     Gpu {
         uuid: observed.uuid.clone(),
         closed: closed(observed, matched),
-        stuck: observed.problem.as_ref().map(text),
+        stuck: observed.problem.as_ref().filter(|problem| !only_waits(problem)).map(text),
         mig: if geometry.is_some() { mig } else { Capability::No },
         whole,
         allowed,
@@ -251,6 +251,12 @@ fn closed(observed: &gpu_node::Gpu, matched: &Match) -> Option<String> {
     }
     let hangs = observed.problem.as_ref().filter(|problem| problem.reason == problem_reason::CALL_HANGS);
     observed.unmanaged.as_ref().or(observed.unhealthy.as_ref()).or(hangs).map(text)
+}
+
+/// Whether a GPU's problem is only that something in use stands where something else is wanted: its free slices are as
+/// good as any.
+fn only_waits(problem: &gpu_node::Reason) -> bool {
+    [problem_reason::IN_USE, problem_reason::OVERLAP].contains(&problem.reason.as_str())
 }
 
 /// What a reason says.

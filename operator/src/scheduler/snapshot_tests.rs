@@ -105,6 +105,21 @@ fn a_gpu_is_closed_without_a_policy_under_two_and_when_it_is_not_kerfs() {
 }
 
 #[test]
+fn a_gpu_that_only_waits_is_cut_as_any_and_one_that_fails_is_not() {
+    for (reason, stuck) in [("InUse", false), ("Overlap", false), ("IN_USE", true), ("CallHangs", true)] {
+        let mut world = world(vec![vec![gpu("GPU-0", 0)]], json!({}));
+        world.replace_gpu_node(
+            |node| {
+                node.status.as_mut().unwrap().gpus[0].problem =
+                    Some(Reason { reason: reason.into(), message: "why".into() });
+            },
+            "n0",
+        );
+        assert_eq!(board(&world).snapshot.nodes[0].gpus[0].stuck.is_some(), stuck, "{reason}");
+    }
+}
+
+#[test]
 fn mode_and_policy_say_what_a_gpu_can_become() {
     let of = |mig: serde_json::Value, enabled: bool, needs_reset: bool| {
         let mut gpu = gpu("GPU-0", 0);
