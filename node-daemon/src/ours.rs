@@ -129,7 +129,8 @@ impl Ours {
             let at = gpu.instance_at(entry.placement);
             entry.gpu != gpu.uuid || at.is_some_and(|instance| instance.profile == entry.profile)
         };
-        if entries.iter().all(stands) {
+        // A GPU that does not say that it has MIG does not say that its instances are gone either.
+        if !gpu.mig.capable || entries.iter().all(stands) {
             return Ok(());
         }
         let entries: BTreeSet<Entry> = entries.iter().filter(|entry| stands(entry)).cloned().collect();
@@ -194,7 +195,7 @@ pub fn boot_id() -> String {
 
 #[cfg(test)]
 mod tests {
-    use kerf_crds::gpu_node::{GpuNodeStatus, Instance as Reported};
+    use kerf_crds::gpu_node::{GpuNodeStatus, Instance as Reported, ObservedMig};
 
     use super::*;
     use crate::inventory::{ComputeInstance, Instance};
@@ -212,7 +213,12 @@ mod tests {
             compute_instances: vec![ComputeInstance { id: 0, full_width: true, uuid: "MIG-1".into() }],
             ..Instance::default()
         };
-        Gpu { uuid: "GPU-1".into(), instances: instances.iter().map(instance).collect(), ..Gpu::default() }
+        Gpu {
+            uuid: "GPU-1".into(),
+            mig: ObservedMig { capable: true, enabled: true, ..ObservedMig::default() },
+            instances: instances.iter().map(instance).collect(),
+            ..Gpu::default()
+        }
     }
 
     fn foreign(ours: &Ours, instances: &[(&str, Placement)]) -> Vec<bool> {

@@ -18,6 +18,8 @@ const KNOWN_COMPUTE_ENUMERATORS: u32 = 9;
 /// What is known of one GPU beyond a single observation.
 #[derive(Clone, Debug, Default)]
 pub struct Known {
+    /// Whether it has MIG: once seen, an answer of "not supported" is an error.
+    pub mig_capable: bool,
     /// Its profiles; `None` until they could be read.
     pub geometry: Option<std::sync::Arc<Geometry>>,
     /// GPU-instance profile id → id of the compute-instance profile as wide as the instance.

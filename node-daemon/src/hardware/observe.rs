@@ -38,7 +38,7 @@ pub fn observe(
 ) -> Result<Gpu, Failure> {
     let raw = library.gpu(&identity.uuid)?;
     let mut gpu = fixed_part(&raw, identity)?;
-    gpu.mig = mig_mode(&raw)?;
+    gpu.mig = mig_mode(&raw, known)?;
     if afresh || known.geometry.is_none() {
         refresh_geometry(&raw, &gpu, known)?;
     }
@@ -124,15 +124,19 @@ fn architecture_name(number: u32) -> String {
     name.to_owned()
 }
 
-fn mig_mode(raw: &RawGpu<'_>) -> Result<ObservedMig, Failure> {
+fn mig_mode(raw: &RawGpu<'_>, known: &mut Known) -> Result<ObservedMig, Failure> {
     let (current, pending) = match raw.mig_mode() {
         Ok(modes) => modes,
         // A GPU without MIG.
-        Err(failure) if matches!(failure.code, Code::NOT_SUPPORTED | Code::FUNCTION_NOT_FOUND) => {
+        Err(failure)
+            if matches!(failure.code, Code::NOT_SUPPORTED | Code::FUNCTION_NOT_FOUND)
+                && !known.mig_capable =>
+        {
             return Ok(ObservedMig::default());
         }
         Err(failure) => return Err(failure),
     };
+    known.mig_capable = true;
     // The driver's own word, or else the architecture's. Where neither is known, the careful answer.
     let resetless = match raw.field(field_id::NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED) {
         Ok(flag) => flag != 0,

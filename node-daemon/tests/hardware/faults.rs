@@ -65,6 +65,26 @@ async fn a_call_that_fails_after_its_effect_is_not_repeated() {
 }
 
 #[tokio::test]
+async fn instances_stay_kerfs_when_the_driver_denies_mig_for_a_moment() {
+    let node = a100(1);
+    let daemon = node.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let first = claim(&gpu, "3g.40gb", 0, 4);
+    daemon.settle(1, &[managed(&gpu)], std::slice::from_ref(&first)).await;
+    let deny = || node.sim.inject("nvmlDeviceGetMigMode", NvmlError::NotSupported, Occurrence::Once, None);
+    deny().unwrap();
+    let second = claim(&gpu, "1g.10gb", 4, 1);
+    daemon.settle(2, &[managed(&gpu)], &[first.clone(), second.clone()]).await;
+    drop(daemon);
+    deny().unwrap();
+    let daemon = node.start();
+    daemon.settle(3, &[managed(&gpu)], &[first, second]).await;
+    assert_eq!(node.layout(), ["0 1g.10gb@4", "0 3g.40gb@0"]);
+    let counts = node.sim.counts().unwrap()[0];
+    assert_eq!((counts.gpu_instances_created, counts.gpu_instances_destroyed), (2, 0));
+}
+
+#[tokio::test]
 async fn a_holder_that_blocks_a_destroy_is_named_and_keeps_nobody_else_waiting() {
     let node = a100(1);
     let daemon = node.start();
