@@ -532,6 +532,23 @@ impl Kerf {
         .await
     }
 
+    /// Waits until Kerf says of a pod that there is no place for it, and returns the sentence. Which of the two reasons it is
+    /// depends on whether GPUs of other nodes have room, so on what other tests do.
+    ///
+    /// # Errors
+    /// It does not come to that.
+    pub async fn wait_no_place(&self, namespace: &str, pod: &str) -> Result<String> {
+        eventually(PATIENCE, format!("pod {namespace}/{pod} told that there is no place"), || async {
+            Ok(match self.planned(namespace, pod).await? {
+                Some((_, reason, message)) if reason == "NoRoom" || reason == "NodesDoNotFit" => {
+                    Seen::Yes(message)
+                }
+                other => Seen::NotYet(format!("{other:?}")),
+            })
+        })
+        .await
+    }
+
     /// Waits until a policy's condition has that status and reason, and returns its message.
     ///
     /// # Errors

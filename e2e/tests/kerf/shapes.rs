@@ -271,7 +271,7 @@ async fn force_delete(kerf: &Kerf, namespace: &str) -> Result<()> {
     let first = kerf.wait_running(namespace, "stubborn").await?;
     let next = on(NODE, gpu_pod("next", &[(&mig("7g.80gb"), 1)]));
     kerf.create_pod(namespace, &next).await?;
-    kerf.wait_reason(namespace, "next", "NoRoom").await?;
+    kerf.wait_no_place(namespace, "next").await?;
     kerf.pods(namespace).delete("stubborn", &DeleteParams::default().grace_period(0)).await?;
     let sim = kerf.sim(NODE)?;
     let second = eventually(PATIENCE, "the next pod on the freed slices", || async {

@@ -52,15 +52,7 @@ fn what_somebody_else_uses_is_left_alone_with_the_reason() {
             ensure!(pod.devices[0].gpu != gpu.uuid, "{pod:?} is on the GPU with the foreign instance");
         }
         kerf.create_pod(&namespace, &on(node, gpu_pod("eighth", &[(&mig("1g.10gb"), 1)]))).await?;
-        // Why it waits depends on what else is free in the cluster; that it does is what matters here.
-        eventually(PATIENCE, "the eighth pod waiting", || async {
-            let planned = kerf.planned(&namespace, "eighth").await?;
-            Ok(match planned {
-                Some((status, ..)) if status == "False" => Seen::Yes(()),
-                other => Seen::NotYet(format!("{other:?}")),
-            })
-        })
-        .await?;
+        kerf.wait_no_place(&namespace, "eighth").await?;
         let why = gpu.unmanaged.map(|unmanaged| unmanaged.message).unwrap_or_default();
         ensure!(why.contains("Kerf did not make 2g.20gb"), "{why}");
         ensure!(sim.counts()?[0] == counts, "the hardware was touched");
@@ -145,7 +137,7 @@ fn a_gpu_that_fails_takes_no_new_pods_and_the_policy_says_what_becomes_of_the_ol
         let b = kerf.wait_running(&namespace, "b").await?;
         ensure!(b.devices[0].gpu != a.devices[0].gpu, "{b:?} was placed on the failed GPU");
         kerf.create_pod(&namespace, &on(node, gpu_pod("c", &[(&mig("7g.80gb"), 1)]))).await?;
-        kerf.wait_reason(&namespace, "c", "NoRoom").await?;
+        kerf.wait_no_place(&namespace, "c").await?;
         kerf.wait_running(&namespace, "a").await?;
 
         // A daemon that starts anew has not forgotten it. NoExecute: the pod goes.
