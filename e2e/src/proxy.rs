@@ -99,11 +99,6 @@ impl Proxy {
         *self.fault.lock().unwrap_or_else(PoisonError::into_inner) = Some((matching, side));
     }
 
-    /// Takes a fault back that has not happened; whether there was one.
-    pub fn forget(&self) -> bool {
-        self.fault.lock().unwrap_or_else(PoisonError::into_inner).take().is_some()
-    }
-
     /// Waits until a write was stopped, and says which. Its sender waits for an answer that never comes.
     pub async fn stopped(&mut self) -> Option<String> {
         self.stops.recv().await

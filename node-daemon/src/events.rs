@@ -67,11 +67,10 @@ pub async fn publish(
         node.metadata.uid = state.seen_spec().map(|seen| seen.uid.clone());
         let mut message = note.message;
         if message.len() > MAX_MESSAGE {
-            let end = (0..=MAX_MESSAGE - 4).rev().find(|end| message.is_char_boundary(*end)).unwrap_or(0);
-            message.truncate(end);
+            message.truncate(message.floor_char_boundary(MAX_MESSAGE - 4));
             message.push('…');
         }
-        if recorders.len() >= REMEMBERED {
+        if recorders.len() >= REMEMBERED && !recorders.contains_key(&message) {
             recorders.clear();
         }
         let recorder = recorders

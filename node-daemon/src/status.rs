@@ -39,7 +39,7 @@ pub struct Parts<'a> {
 
 /// Puts the status together. `before` is where unchanged conditions keep their time of transition from.
 pub fn build(parts: Parts<'_>, before: &[Condition], now: Timestamp) -> GpuNodeStatus {
-    let Parts { spec, inventory, reports, prepared, kubelet: _, toolkit: _ } = parts;
+    let Parts { spec, inventory, reports, prepared, .. } = parts;
     let (geometries, geometry_names) = name_geometries(inventory);
     let gpus: Vec<api::Gpu> = inventory
         .gpus

@@ -108,8 +108,7 @@ fn attribute(value: Value) -> DeviceAttribute {
 }
 
 fn shortened(mut text: String) -> String {
-    let end = (0..=MAX_TEXT.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
-    text.truncate(end);
+    text.truncate(text.floor_char_boundary(MAX_TEXT));
     text
 }
 

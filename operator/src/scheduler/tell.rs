@@ -38,11 +38,7 @@ impl Sentence {
     pub fn waiting(reason: &'static str, message: impl Into<String>) -> Self {
         let mut message: String = message.into();
         if message.len() > LONGEST {
-            let end = (0..=LONGEST - '…'.len_utf8())
-                .rev()
-                .find(|end| message.is_char_boundary(*end))
-                .unwrap_or_default();
-            message.truncate(end);
+            message.truncate(message.floor_char_boundary(LONGEST - '…'.len_utf8()));
             message.push('…');
         }
         Self { planned: false, reason, message }
