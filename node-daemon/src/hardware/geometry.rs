@@ -131,7 +131,7 @@ fn derived_name(enumerator: u32, raw: &RawProfile, total_memory: u64) -> String 
 /// The compute-instance profile as wide as the GPU instance: the one with most multiprocessors. Its enumerator differs
 /// by GPU-instance profile (on the 1g with double memory it is `1_SLICE_REV1`), so all are asked.
 pub(super) fn full_width(gpu: &RawGpu<'_>, instance: u32) -> Result<u32, Failure> {
-    let mut best = None;
+    let (mut best, mut refused) = (None, None);
     for enumerator in 0..LAST_ENUMERATOR {
         match gpu.compute_profile(instance, enumerator) {
             Ok(found) => {
@@ -142,13 +142,17 @@ pub(super) fn full_width(gpu: &RawGpu<'_>, instance: u32) -> Result<u32, Failure
             }
             Err(failure) => match failure.code {
                 Code::INVALID_ARGUMENT if enumerator >= KNOWN_COMPUTE_ENUMERATORS => break,
-                Code::NOT_SUPPORTED | Code::INVALID_ARGUMENT => {}
+                Code::NOT_SUPPORTED | Code::INVALID_ARGUMENT => refused = refused.or(Some(failure)),
                 _ => return Err(failure),
             },
         }
     }
-    best.map(|(_, id)| id)
-        .ok_or(Failure { call: "nvmlGpuInstanceGetComputeInstanceProfileInfo", code: Code::NOT_SUPPORTED })
+    match (best, refused) {
+        (Some((_, id)), _) => Ok(id),
+        // None of them is there: the first refusal says why, those behind the last enumerator do not.
+        (None, Some(failure)) => Err(failure),
+        (None, None) => unreachable!("an enumerator is found or refused"),
+    }
 }
 
 #[cfg(test)]
