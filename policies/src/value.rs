@@ -1,19 +1,19 @@
 //! What a GPU's room is worth, and so what a placement costs.
 //!
-//! The worth of a GPU is the number of placements that it could still serve, each weighted by how rare its kind is.
-//! Two demands are assumed for every profile name, equal in total: one that any model serves, shared out over all the
-//! places that the open GPUs of the cluster have for the name, and one for each model that has it, shared out over the
-//! places on that model. A whole GPU counts as one more kind. Hence a start that spoils fewer placements costs less, an
-//! empty GPU costs more than a started one (it still serves its largest profile), and a scarce model costs more than a
-//! common one.
+//! The worth of a GPU is the number of placements that it could still serve, each weighted by its size and by how rare
+//! its kind is. Two demands are assumed for every profile name, each for as much of a GPU as one instance takes: one
+//! that any model serves, shared out over all the places that the open GPUs of the cluster have for the name, and one
+//! for each model that has it, shared out over the places on that model. A whole GPU counts as one more kind. Hence a
+//! start that spoils fewer and smaller placements costs less, an empty GPU costs more than a started one (it still
+//! serves its largest profile), and a scarce model costs more than a common one.
 
 use std::collections::BTreeMap;
 
 use crate::occupancy::{Device, GpuState};
 use crate::snapshot::{Capability, Geometry, GeometryIndex, Profile, Snapshot, Want};
 
-/// Worth of all places of one kind together.
-const KIND: u64 = 1 << 40;
+/// Worth of all places together of a kind that takes the whole GPU.
+const WHOLE: u64 = 1 << 40;
 
 /// Weight of each place, by kind.
 #[derive(Debug, Default)]
@@ -41,16 +41,16 @@ impl Weights {
                 *places.entry(&profile.name).or_default() += profile.starts.len() as u64;
             }
         }
-        let share = |places: u64| KIND / places.max(1);
         let of_geometry = |(geometry, gpus): (&Geometry, &u64)| {
             let weight = |profile: &Profile| {
+                let demand = WHOLE / u64::from(geometry.memory_slices.max(1)) * u64::from(profile.size);
                 let of_any_model = places.get(profile.name.as_str()).copied().unwrap_or(0);
-                share(of_any_model) + share(gpus * profile.starts.len() as u64)
+                demand / of_any_model.max(1) + demand / (gpus * profile.starts.len() as u64).max(1)
             };
             geometry.profiles.iter().map(weight).collect()
         };
         let place = snapshot.geometries.iter().zip(&gpus).map(of_geometry).collect();
-        Self { place, whole: share(whole) }
+        Self { place, whole: WHOLE / whole.max(1) }
     }
 
     /// Worth of a GPU in this state.
