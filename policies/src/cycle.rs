@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 
-use crate::board::Board;
 use crate::explain;
+use crate::fleet::Fleet;
 use crate::occupancy::Device;
 use crate::place::Solution;
 use crate::plan::{PlacedDevice, Placement, Plan, PlannedInstance};
@@ -15,7 +15,7 @@ use crate::snapshot::{NodeIndex, Request, Snapshot};
 /// next does not find. Each gets the cheapest place by [`crate::value::Cost`]; equal prices are decided by fuller (or,
 /// with `Spread`, emptier) nodes and then by GPU UUID, so that names of nodes decide nothing.
 pub fn plan(snapshot: &Snapshot) -> Plan {
-    let mut board = Board::new(snapshot);
+    let mut fleet = Fleet::of(snapshot);
     let mut plan = Plan::default();
     let mut order: Vec<usize> = (0..snapshot.requests.len()).collect();
     order.sort_by_key(|&index| std::cmp::Reverse(snapshot.requests[index].priority));
@@ -23,22 +23,22 @@ pub fn plan(snapshot: &Snapshot) -> Plan {
     let mut refused = HashMap::new();
     for index in order {
         let request = &snapshot.requests[index];
-        let (shape, pod) = (board.shape(request), board.pod(&request.pod));
-        let key = (shape, pod, &request.avoid);
+        let asked = fleet.numbered(request);
+        let key = (asked.shape, asked.pod, &request.avoid);
         if let Some(&earlier) = refused.get(&key) {
             let refusal = &plan.refusals[earlier];
             plan.refusals
                 .push(crate::plan::Refusal { request: index, ..crate::plan::Refusal::clone(refusal) });
             continue;
         }
-        match board.best(request, shape, pod) {
+        match fleet.best(asked) {
             Some((node, solution)) => {
-                board.take(request, node, &solution);
+                fleet.take(asked, node, &solution);
                 plan.placements.push(placement(index, request, node, &solution));
             }
             None => {
                 refused.insert(key, plan.refusals.len());
-                plan.refusals.push(explain::refusal(&mut board, index, shape, pod));
+                plan.refusals.push(explain::refusal(&mut fleet, index, asked));
             }
         }
     }
@@ -52,10 +52,10 @@ fn placement(index: usize, request: &Request, node: NodeIndex, solution: &Soluti
             request: need.name.clone(),
             subrequest: need.alternatives[chosen.alternative].subrequest.clone(),
             gpu: chosen.gpu,
-            instance: match chosen.device {
+            instance: match chosen.offer.device {
                 Device::Whole => None,
                 Device::Instance { profile, start } => {
-                    Some(PlannedInstance { profile, start, exists: chosen.exists })
+                    Some(PlannedInstance { profile, start, exists: chosen.offer.exists })
                 }
             },
         }

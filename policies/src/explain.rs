@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::board::{Board, PodId, ShapeId};
+use crate::fleet::{Fleet, Numbered};
 use crate::nodes::Misfit;
 use crate::occupancy::{Device, GpuState, Occupancy, slices};
 use crate::place::Answer;
@@ -39,22 +39,22 @@ enum Obstacle {
     Unable,
 }
 
-/// The refusal of a request for which [`Board::best`] found nothing.
-pub fn refusal<'a>(board: &mut Board<'a>, index: usize, shape: ShapeId, pod: PodId) -> Refusal {
-    let snapshot = board.snapshot;
-    let request = &snapshot.requests[index];
+/// The refusal of a request for which [`Fleet::best`] found nothing.
+pub fn refusal(fleet: &mut Fleet<'_>, index: usize, asked: Numbered<'_>) -> Refusal {
+    let snapshot = fleet.snapshot;
+    let request = asked.request;
     let refuse = |kind, message| Refusal { request: index, kind, message };
     for need in &request.devices {
-        let gpus = obstacles(board, need);
+        let gpus = obstacles(fleet, need);
         if !gpus.iter().any(|&(_, _, obstacle)| obstacle == Obstacle::Room) {
-            let (kind, evidence) = without_room(board, &gpus);
+            let (kind, evidence) = without_room(fleet, &gpus);
             return refuse(kind, format!("needs {}: {evidence}", need_text(need)));
         }
     }
     let wanted = request.devices.iter().map(need_text).collect::<Vec<_>>().join(" and ");
     let (mut with_room, mut gave_up) = (Vec::new(), 0);
     for node in 0..snapshot.nodes.len() {
-        match board.answer(request, shape, node) {
+        match fleet.answer(asked, node) {
             Answer::Found(_) => with_room.push(node),
             Answer::GaveUp => gave_up += 1,
             Answer::Nothing => {}
@@ -64,7 +64,7 @@ pub fn refusal<'a>(board: &mut Board<'a>, index: usize, shape: ShapeId, pod: Pod
         let mut gpus = BTreeSet::new();
         for need in &request.devices {
             let open =
-                obstacles(board, need).into_iter().filter(|&(_, _, obstacle)| obstacle == Obstacle::Room);
+                obstacles(fleet, need).into_iter().filter(|&(_, _, obstacle)| obstacle == Obstacle::Room);
             gpus.extend(open.map(|(node, gpu, _)| (node, gpu)));
         }
         let conditions = if request.constraints.is_empty() { "" } else { " and as its constraints ask" };
@@ -79,11 +79,11 @@ pub fn refusal<'a>(board: &mut Board<'a>, index: usize, shape: ShapeId, pod: Pod
     }
     let mut gpus = BTreeSet::new();
     for need in &request.devices {
-        let open = obstacles(board, need).into_iter();
+        let open = obstacles(fleet, need).into_iter();
         let here = open.filter(|(node, _, obstacle)| *obstacle == Obstacle::Room && with_room.contains(node));
         gpus.extend(here.map(|(node, gpu, _)| (node, gpu)));
     }
-    let misfits = with_room.iter().filter_map(|&node| board.misfit(node, request, pod)).collect::<Vec<_>>();
+    let misfits = with_room.iter().filter_map(|&node| fleet.misfit(node, asked)).collect::<Vec<_>>();
     let their = if with_room.len() == 1 { "the node does not fit" } else { "the nodes do not fit" };
     let message =
         format!("needs {wanted}: {} room, but {their}: {}", have(gpus.len(), "GPU"), misfit_text(&misfits));
@@ -91,15 +91,15 @@ pub fn refusal<'a>(board: &mut Board<'a>, index: usize, shape: ShapeId, pod: Pod
 }
 
 /// What keeps each GPU of the cluster from serving the need, by the most hopeful of its alternatives.
-fn obstacles(board: &Board<'_>, need: &DeviceNeed) -> Vec<(NodeIndex, GpuIndex, Obstacle)> {
-    let snapshot = board.snapshot;
+fn obstacles(fleet: &Fleet<'_>, need: &DeviceNeed) -> Vec<(NodeIndex, GpuIndex, Obstacle)> {
+    let snapshot = fleet.snapshot;
     let mut all = Vec::new();
     for (node, contents) in snapshot.nodes.iter().enumerate() {
         for (index, gpu) in contents.gpus.iter().enumerate() {
-            let state = board.state(board.gpus(node)[index]);
+            let state = fleet.state(node, index);
             let of = |want: &Want| {
                 let other = want.gpus.as_ref().is_some_and(|set| !set.contains(&(node, index)));
-                if other { Obstacle::Unable } else { obstacle(board, gpu, state, want) }
+                if other { Obstacle::Unable } else { obstacle(fleet, gpu, state, want) }
             };
             let best = need.alternatives.iter().map(of).min().unwrap_or(Obstacle::Unable);
             all.push((node, index, best));
@@ -108,12 +108,12 @@ fn obstacles(board: &Board<'_>, need: &DeviceNeed) -> Vec<(NodeIndex, GpuIndex, 
     all
 }
 
-fn obstacle(board: &Board<'_>, gpu: &Gpu, state: &GpuState, want: &Want) -> Obstacle {
-    let geometries = &board.snapshot.geometries;
+fn obstacle(fleet: &Fleet<'_>, gpu: &Gpu, state: &GpuState, want: &Want) -> Obstacle {
+    let geometries = &fleet.snapshot.geometries;
     let as_whole = || {
         if gpu.closed.is_some() {
             Obstacle::Closed
-        } else if state.whole != Capability::No {
+        } else if state.whole_now() != Capability::No {
             Obstacle::Room
         } else if gpu.whole == Capability::AfterSwitch && gpu.stuck.is_some() {
             Obstacle::Stuck
@@ -129,14 +129,14 @@ fn obstacle(board: &Board<'_>, gpu: &Gpu, state: &GpuState, want: &Want) -> Obst
         let wanted: Vec<usize> =
             want.profiles.get(&index)?.iter().copied().filter(|&p| p < geometry.profiles.len()).collect();
         (!wanted.is_empty())
-            .then(|| wanted.into_iter().map(|p| instance_obstacle(board, gpu, state, geometry, p)).min())?
+            .then(|| wanted.into_iter().map(|p| instance_obstacle(fleet, gpu, state, geometry, p)).min())?
     };
     let whole = if want.whole { as_whole() } else { Obstacle::Unable };
     whole.min(cut().unwrap_or(Obstacle::Unable))
 }
 
 fn instance_obstacle(
-    board: &Board<'_>,
+    fleet: &Fleet<'_>,
     gpu: &Gpu,
     state: &GpuState,
     geometry: &Geometry,
@@ -148,14 +148,14 @@ fn instance_obstacle(
     if !state.allowed.contains(&profile) {
         return Obstacle::Policy;
     }
-    if state.mig == Capability::No && gpu.mig == Capability::AfterSwitch && gpu.stuck.is_some() {
+    if state.mig_now() == Capability::No && gpu.mig == Capability::AfterSwitch && gpu.stuck.is_some() {
         return Obstacle::Stuck;
     }
-    if state.mig == Capability::No {
+    if state.mig_now() == Capability::No {
         return if gpu.mig == Capability::No { Obstacle::Mode } else { Obstacle::InUse };
     }
     let shape = &geometry.profiles[profile];
-    let can = |&start: &u32| state.can_give(&board.snapshot.geometries, Device::Instance { profile, start });
+    let can = |&start: &u32| state.can_give(&fleet.snapshot.geometries, Device::Instance { profile, start });
     if shape.starts.iter().any(can) {
         return Obstacle::Room;
     }
@@ -176,7 +176,7 @@ fn instance_obstacle(
 }
 
 /// Kind and evidence where no GPU has room for a need.
-fn without_room(board: &Board<'_>, gpus: &[(NodeIndex, GpuIndex, Obstacle)]) -> (RefusalKind, String) {
+fn without_room(fleet: &Fleet<'_>, gpus: &[(NodeIndex, GpuIndex, Obstacle)]) -> (RefusalKind, String) {
     let number = |which: Obstacle| gpus.iter().filter(|(_, _, obstacle)| *obstacle == which).count();
     if number(Obstacle::Unable) == gpus.len() {
         let managed = match gpus.len() {
@@ -213,7 +213,7 @@ fn without_room(board: &Board<'_>, gpus: &[(NodeIndex, GpuIndex, Obstacle)]) -> 
     part(Obstacle::Policy, "has a policy that does not allow it", "have policies that do not allow it");
     let reasons = |which: Obstacle, reason: fn(&Gpu) -> Option<&str>| -> Vec<&str> {
         let these = gpus.iter().filter(|(_, _, obstacle)| *obstacle == which);
-        these.filter_map(|&(node, gpu, _)| reason(&board.snapshot.nodes[node].gpus[gpu])).collect()
+        these.filter_map(|&(node, gpu, _)| reason(&fleet.snapshot.nodes[node].gpus[gpu])).collect()
     };
     let stuck = reasons(Obstacle::Stuck, |gpu| gpu.stuck.as_deref());
     if !stuck.is_empty() {

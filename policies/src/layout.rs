@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
-use crate::board::Board;
+use crate::fleet::Fleet;
 use crate::occupancy::{Device, Occupancy};
 use crate::plan::Plan;
 use crate::snapshot::{Capability, Geometry, GeometryIndex, GpuIndex, NodeIndex, ProfileIndex, Snapshot};
@@ -112,24 +112,24 @@ pub struct WarmPlace {
 /// idle instances are kept, then new ones are made where they cost the least room. Nothing that somebody has is
 /// touched, no MIG mode is switched, and no warm instance gives way to another. Where room is short there are fewer.
 pub fn warm(snapshot: &Snapshot, plan: &Plan, wishes: &[WarmWish]) -> Vec<WarmPlace> {
-    let mut board = Board::new(snapshot);
+    let mut fleet = Fleet::of(snapshot);
     for placement in &plan.placements {
         for device in &placement.devices {
             let device_of = device.instance.map_or(Device::Whole, |instance| Device::Instance {
                 profile: instance.profile,
                 start: instance.start,
             });
-            board.give(placement.node, device.gpu, device_of);
+            fleet.give(placement.node, device.gpu, device_of);
         }
     }
     let mut places = Vec::new();
     let mut missing: Vec<u32> = wishes.iter().map(|wish| wish.count).collect();
     for keep_warm in [true, false] {
         for (index, wish) in wishes.iter().enumerate() {
-            let mut found = free_instances(&board, wish, keep_warm);
+            let mut found = free_instances(&fleet, wish, keep_warm);
             found.truncate(missing[index] as usize);
             for (node, gpu, profile, start, exists) in found {
-                board.give(node, gpu, Device::Instance { profile, start });
+                fleet.give(node, gpu, Device::Instance { profile, start });
                 missing[index] -= 1;
                 places.push(WarmPlace { wish: index, node, gpu, profile, start, exists });
             }
@@ -137,8 +137,8 @@ pub fn warm(snapshot: &Snapshot, plan: &Plan, wishes: &[WarmWish]) -> Vec<WarmPl
     }
     for (index, wish) in wishes.iter().enumerate() {
         while missing[index] > 0 {
-            let Some((node, gpu, profile, start)) = cheapest(&board, wish) else { break };
-            board.give(node, gpu, Device::Instance { profile, start });
+            let Some((node, gpu, profile, start)) = cheapest(&fleet, wish) else { break };
+            fleet.give(node, gpu, Device::Instance { profile, start });
             missing[index] -= 1;
             places.push(WarmPlace { wish: index, node, gpu, profile, start, exists: false });
         }
@@ -148,28 +148,28 @@ pub fn warm(snapshot: &Snapshot, plan: &Plan, wishes: &[WarmWish]) -> Vec<WarmPl
 
 /// GPUs of a wish on which something can be had or made, with the profile there.
 fn usable<'b>(
-    board: &'b Board<'_>,
+    fleet: &'b Fleet<'_>,
     wish: &'b WarmWish,
 ) -> impl Iterator<Item = (NodeIndex, GpuIndex, ProfileIndex)> + 'b {
     wish.gpus.iter().filter_map(move |&(node, gpu)| {
-        let contents = board.snapshot.nodes.get(node)?;
-        let state = board.state(*board.gpus(node).get(gpu)?);
+        let contents = fleet.snapshot.nodes.get(node)?;
+        let state = fleet.catalog.state(*fleet.gpus(node).get(gpu)?);
         let profile = *wish.profiles.get(&state.geometry?)?;
-        (contents.ready && !contents.unschedulable && state.mig == Capability::Now)
+        (contents.ready && !contents.unschedulable && state.mig_now() == Capability::Now)
             .then_some((node, gpu, profile))
     })
 }
 
 fn free_instances(
-    board: &Board<'_>,
+    fleet: &Fleet<'_>,
     wish: &WarmWish,
     warm: bool,
 ) -> Vec<(NodeIndex, GpuIndex, ProfileIndex, u32, bool)> {
-    let geometries = &board.snapshot.geometries;
+    let geometries = &fleet.snapshot.geometries;
     let mut found = Vec::new();
-    for (node, gpu, profile) in usable(board, wish) {
+    for (node, gpu, profile) in usable(fleet, wish) {
         // One after the other, as if taken: what the engines do not allow together is not kept together.
-        let mut state = board.state(board.gpus(node)[gpu]).clone();
+        let mut state = fleet.state(node, gpu).clone();
         for free in state.free.clone().iter().filter(|free| free.warm == warm && free.profile == profile) {
             let device = Device::Instance { profile, start: free.start };
             if state.can_give(geometries, device) {
@@ -178,15 +178,15 @@ fn free_instances(
             }
         }
     }
-    found.sort_by_key(|&(node, gpu, _, start, exists)| (!exists, board.rank_of(node, gpu), start));
+    found.sort_by_key(|&(node, gpu, _, start, exists)| (!exists, fleet.rank_of(node, gpu), start));
     found
 }
 
-fn cheapest(board: &Board<'_>, wish: &WarmWish) -> Option<(NodeIndex, GpuIndex, ProfileIndex, u32)> {
-    let geometries = &board.snapshot.geometries;
+fn cheapest(fleet: &Fleet<'_>, wish: &WarmWish) -> Option<(NodeIndex, GpuIndex, ProfileIndex, u32)> {
+    let geometries = &fleet.snapshot.geometries;
     let mut best = None;
-    for (node, gpu, profile) in usable(board, wish) {
-        let state = board.state(board.gpus(node)[gpu]);
+    for (node, gpu, profile) in usable(fleet, wish) {
+        let state = fleet.state(node, gpu);
         let Some(geometry) = state.geometry.and_then(|index| geometries.get(index)) else { continue };
         for &start in &geometry.profiles[profile].starts {
             let device = Device::Instance { profile, start };
@@ -200,8 +200,8 @@ fn cheapest(board: &Board<'_>, wish: &WarmWish) -> Option<(NodeIndex, GpuIndex, 
                 continue;
             }
             let idle_lost = state.free.len() - after.free.len();
-            let loss = board.worth_of(state).saturating_sub(board.worth_of(&after));
-            let price = (idle_lost, loss, after.free_slices(geometries), board.rank_of(node, gpu), start);
+            let loss = fleet.catalog.worth(state).saturating_sub(fleet.catalog.worth(&after));
+            let price = (idle_lost, loss, after.free_slices(geometries), fleet.rank_of(node, gpu), start);
             if best.as_ref().is_none_or(|(lowest, _)| price < *lowest) {
                 best = Some((price, (node, gpu, profile, start)));
             }

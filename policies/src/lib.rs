@@ -8,7 +8,8 @@
 //! | module | answers |
 //! |---|---|
 //! | [`snapshot`], [`plan`](mod@plan) | the shapes of question and answer |
-//! | `cycle`, `board`, `place` | who is served in which order; the cluster as it fills; a place on one node |
+//! | `cycle`, `fleet`, `place` | who is served in which order; the cluster as it fills; a place on one node |
+//! | `catalog` | what a GPU in some state can give, and at which price |
 //! | [`occupancy`], `value` | what fits on a GPU; what its room is worth |
 //! | [`layout`] | static layouts, warm instances |
 //! | `nodes`, `explain` | whether a node can take a pod; why a request has no place |
@@ -19,18 +20,19 @@
 //! output on any machine.
 #![forbid(unsafe_code)]
 
-mod board;
+pub mod catalog;
 pub mod check;
 mod cycle;
 mod explain;
+pub mod fleet;
 pub mod layout;
 pub mod nodes;
 pub mod occupancy;
-mod place;
+pub mod place;
 pub mod plan;
 pub mod protocol;
 pub mod snapshot;
-mod value;
+pub mod value;
 
 pub use cycle::plan;
 pub use explain::misfit_text;

@@ -56,14 +56,14 @@ pub fn unsuitable(node: &Node, pod: &PodNeeds) -> Option<Misfit> {
 
 /// The first resource, by name, of which too little is left.
 pub fn lacking(free: &BTreeMap<String, i128>, pod: &PodNeeds) -> Option<Misfit> {
-    pod.milli.iter().filter(|&(_, &needs)| needs > 0).find_map(|(resource, &needs)| {
-        let free = free.get(resource).copied();
-        free.is_none_or(|free| free < needs).then(|| Misfit::Lacks {
-            resource: resource.clone(),
-            needs,
-            free,
-        })
-    })
+    let needed = pod.milli.iter().filter(|&(_, &needs)| needs > 0);
+    needed.into_iter().find_map(|(resource, &needs)| lacks(resource, free.get(resource).copied(), needs))
+}
+
+/// Whether too little of a resource is left. `free` and `needs` in thousandths of its unit; without `free` the node has
+/// no such resource.
+pub fn lacks(resource: &str, free: Option<i128>, needs: i128) -> Option<Misfit> {
+    free.is_none_or(|free| free < needs).then(|| Misfit::Lacks { resource: resource.to_owned(), needs, free })
 }
 
 fn tolerated(taint: &Taint, tolerations: &[Toleration]) -> bool {

@@ -23,6 +23,8 @@ pub struct Occupancy {
     pub engines: Engines,
     /// Instances per profile, by index into the geometry.
     pub counts: Vec<u32>,
+    /// All instances, those of unknown profiles included.
+    pub instances: u32,
 }
 
 impl Occupancy {
@@ -74,6 +76,21 @@ impl Occupancy {
         if let Some(count) = self.counts.get_mut(profile) {
             *count += 1;
         }
+        self.instances += 1;
+    }
+
+    /// Undoes [`Occupancy::take`].
+    pub fn release(&mut self, geometry: &Geometry, profile: ProfileIndex, start: u32) {
+        let Some(shape) = geometry.profiles.get(profile) else { return };
+        self.slices &= !slices(start, shape.size);
+        self.engines.decoder = self.engines.decoder.saturating_sub(shape.engines.decoder);
+        self.engines.encoder = self.engines.encoder.saturating_sub(shape.engines.encoder);
+        self.engines.jpeg = self.engines.jpeg.saturating_sub(shape.engines.jpeg);
+        self.engines.ofa = self.engines.ofa.saturating_sub(shape.engines.ofa);
+        if let Some(count) = self.counts.get_mut(profile) {
+            *count = count.saturating_sub(1);
+        }
+        self.instances = self.instances.saturating_sub(1);
     }
 
     /// The most instances of the given profiles that could still be added: never too low, and exact where slices alone
@@ -121,10 +138,12 @@ pub struct FreeInstance {
 pub struct GpuState {
     /// What it can be cut into.
     pub geometry: Option<GeometryIndex>,
-    /// Whether instances can be had.
+    /// Whether instances can be had, unless the GPU is taken whole.
     pub mig: Capability,
-    /// Whether the whole GPU can be had.
+    /// Whether the whole GPU can be had, unless something of it is taken.
     pub whole: Capability,
+    /// Somebody has all of it.
+    pub taken_whole: bool,
     /// Fill started GPUs first, or prefer the emptiest.
     pub strategy: Strategy,
     /// Instances are handed out as they are.
@@ -160,6 +179,7 @@ impl GpuState {
             geometry: geometry.map(|(index, _)| index),
             mig: gpu.mig,
             whole: gpu.whole,
+            taken_whole: gpu.taken_whole,
             strategy: gpu.strategy,
             fixed: gpu.fixed || gpu.stuck.is_some(),
             allowed: Vec::new(),
@@ -167,11 +187,8 @@ impl GpuState {
             free: Vec::new(),
         };
         let taken = |state| state == InstanceState::Taken;
-        if gpu.closed.is_some() || gpu.taken_whole {
+        if gpu.closed.is_some() {
             state.mig = Capability::No;
-            state.whole = Capability::No;
-        }
-        if gpu.instances.iter().any(|instance| taken(instance.state)) {
             state.whole = Capability::No;
         }
         if gpu.stuck.is_some() {
@@ -189,14 +206,16 @@ impl GpuState {
         }
         let Some((_, geometry)) = geometry else {
             state.mig = Capability::No;
+            state.taken.instances = gpu.instances.iter().filter(|one| taken(one.state)).count() as u32;
             return state;
         };
         state.allowed = gpu.allowed.iter().copied().filter(|&p| p < geometry.profiles.len()).collect();
         state.taken = Occupancy::empty(geometry);
         for instance in gpu.instances.iter().filter(|instance| taken(instance.state)) {
             state.taken.slices |= slices(instance.start, instance.size);
-            if let Some(profile) = instance.profile {
-                state.taken.take(geometry, profile, instance.start);
+            match instance.profile.filter(|&profile| profile < geometry.profiles.len()) {
+                Some(profile) => state.taken.take(geometry, profile, instance.start),
+                None => state.taken.instances += 1,
             }
         }
         let nobodys = gpu.instances.iter().filter(|instance| !taken(instance.state));
@@ -220,15 +239,25 @@ impl GpuState {
         self.free.iter().find(|free| free.profile == profile && free.start == start)
     }
 
+    /// Whether instances can be had, as far as the whole GPU matters.
+    pub fn mig_now(&self) -> Capability {
+        if self.taken_whole { Capability::No } else { self.mig }
+    }
+
+    /// Whether the whole GPU can be had now.
+    pub fn whole_now(&self) -> Capability {
+        if self.taken_whole || self.taken.instances > 0 { Capability::No } else { self.whole }
+    }
+
     /// Whether the GPU can give the device now.
     pub fn can_give(&self, geometries: &[Geometry], device: Device) -> bool {
         match device {
-            Device::Whole => self.whole != Capability::No,
+            Device::Whole => self.whole_now() != Capability::No,
             Device::Instance { profile, start } => {
                 let Some(geometry) = self.geometry.and_then(|index| geometries.get(index)) else {
                     return false;
                 };
-                self.mig != Capability::No
+                self.mig_now() != Capability::No
                     && self.allowed.binary_search(&profile).is_ok()
                     && self.taken.fits(geometry, profile, start)
                     && (!self.fixed || self.free_at(profile, start).is_some())
@@ -236,13 +265,28 @@ impl GpuState {
         }
     }
 
+    /// Whether the GPU can give any device now.
+    pub fn gives(&self, geometries: &[Geometry]) -> bool {
+        let Some(geometry) = self.geometry.and_then(|index| geometries.get(index)) else {
+            return self.can_give(geometries, Device::Whole);
+        };
+        let any = |&profile: &ProfileIndex| {
+            let mut starts = geometry.profiles[profile].starts.iter();
+            starts.any(|&start| self.can_give(geometries, Device::Instance { profile, start }))
+        };
+        self.can_give(geometries, Device::Whole) || self.allowed.iter().any(any)
+    }
+
     /// The state after the device was given away. Free instances that cannot stay beside it are gone.
     pub fn give(&self, geometries: &[Geometry], device: Device) -> Self {
         let mut after = self.clone();
-        after.whole = Capability::No;
         match (device, self.geometry.and_then(|index| geometries.get(index))) {
             (Device::Instance { profile, start }, Some(geometry)) => {
-                after.mig = Capability::Now;
+                if after.mig == Capability::AfterSwitch {
+                    after.mig = Capability::Now;
+                    after.whole =
+                        if after.whole == Capability::No { Capability::No } else { Capability::AfterSwitch };
+                }
                 after.taken.take(geometry, profile, start);
                 after.free.clear();
                 // Warm ones stay before idle ones, where the GPU's engines do not allow both.
@@ -256,9 +300,28 @@ impl GpuState {
                 after.free.sort_unstable();
             }
             _ => {
-                after.mig = Capability::No;
+                if after.whole == Capability::AfterSwitch {
+                    after.whole = Capability::Now;
+                    after.mig =
+                        if after.mig == Capability::No { Capability::No } else { Capability::AfterSwitch };
+                }
+                after.taken_whole = true;
                 after.free.clear();
             }
+        }
+        after
+    }
+
+    /// The state after a device that was given has come back. An instance stays, as nobody's.
+    pub fn take_back(&self, geometries: &[Geometry], device: Device) -> Self {
+        let mut after = self.clone();
+        match (device, self.geometry.and_then(|index| geometries.get(index))) {
+            (Device::Instance { profile, start }, Some(geometry)) => {
+                after.taken.release(geometry, profile, start);
+                after.free.push(FreeInstance { warm: false, start, profile, exists: true });
+                after.free.sort_unstable();
+            }
+            _ => after.taken_whole = false,
         }
         after
     }

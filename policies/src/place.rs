@@ -6,11 +6,9 @@
 use std::collections::HashSet;
 use std::rc::Rc;
 
-use crate::board::{Board, StateId};
-use crate::occupancy::Device;
-use crate::snapshot::{
-    Capability, Constraint, ConstraintKind, DeviceNeed, GpuIndex, NodeIndex, Request, Want,
-};
+use crate::catalog::{Offer, StateId};
+use crate::fleet::{Fleet, Numbered};
+use crate::snapshot::{Capability, Constraint, ConstraintKind, DeviceNeed, GpuIndex, NodeIndex, Want};
 use crate::value::Cost;
 
 /// Most steps of one search. Counted, not timed: the same input gives the same plan on any machine.
@@ -48,28 +46,26 @@ pub struct Chosen {
     /// The GPU.
     pub gpu: GpuIndex,
     /// What of it.
-    pub device: Device,
-    /// Whether it exists.
-    pub exists: bool,
+    pub offer: Offer,
 }
 
 /// Searches a place for the request's devices on the node.
-pub fn on_node<'a>(board: &mut Board<'a>, request: &'a Request, node: NodeIndex) -> Answer {
-    let gpus = board.gpus(node).to_vec();
+pub fn on_node(fleet: &mut Fleet<'_>, asked: Numbered<'_>, node: NodeIndex) -> Answer {
+    let request = asked.request;
+    let gpus = fleet.gpus(node).to_vec();
     // Alternatives that are out of reach even alone are not combined with others.
     let possible: Vec<Vec<usize>> = request
         .devices
         .iter()
         .map(|need| {
-            let reachable = |&i: &usize| reachable(board, node, &gpus, &need.alternatives[i]);
+            let reachable = |&i: &usize| reachable(fleet, node, &gpus, &need.alternatives[i]);
             (0..need.alternatives.len()).filter(reachable).collect()
         })
         .collect();
     if possible.iter().any(Vec::is_empty) {
         return Answer::Nothing;
     }
-    let mut search =
-        Search { board, request, node, gpus, chosen: Vec::new(), dead: HashSet::new(), steps: 0 };
+    let mut search = Search { fleet, asked, node, gpus, chosen: Vec::new(), dead: HashSet::new(), steps: 0 };
     let mut odometer = vec![0; possible.len()];
     loop {
         let choice: Vec<usize> = odometer.iter().zip(&possible).map(|(&at, list)| list[at]).collect();
@@ -89,15 +85,15 @@ pub fn on_node<'a>(board: &mut Board<'a>, request: &'a Request, node: NodeIndex)
 }
 
 /// Whether the node's GPUs, were they for this want alone, might do; never wrongly false.
-fn reachable(board: &Board<'_>, node: NodeIndex, gpus: &[StateId], want: &Want) -> bool {
-    let geometries = &board.snapshot.geometries;
+fn reachable(fleet: &Fleet<'_>, node: NodeIndex, gpus: &[StateId], want: &Want) -> bool {
+    let geometries = fleet.catalog.geometries();
     let room = |(gpu, &id): (usize, &StateId)| {
         if want.gpus.as_ref().is_some_and(|set| !set.contains(&(node, gpu))) {
             return 0;
         }
-        let state = board.state(id);
-        let whole = u32::from(want.whole && state.whole != Capability::No);
-        let instances = match (state.geometry, state.mig) {
+        let state = fleet.catalog.state(id);
+        let whole = u32::from(want.whole && state.whole_now() != Capability::No);
+        let instances = match (state.geometry, state.mig_now()) {
             (Some(index), Capability::Now | Capability::AfterSwitch) => {
                 let wanted = want.profiles.get(&index).into_iter().flatten();
                 let allowed: Vec<usize> =
@@ -116,26 +112,26 @@ fn reachable(board: &Board<'_>, node: NodeIndex, gpus: &[StateId], want: &Want) 
 /// and for each constraint the values so far.
 type DeadEnd<'a> = (usize, Vec<StateId>, Vec<Vec<&'a str>>);
 
-struct Search<'s, 'a> {
-    board: &'s mut Board<'a>,
-    request: &'a Request,
+struct Search<'s, 'a, 'r> {
+    fleet: &'s mut Fleet<'a>,
+    asked: Numbered<'r>,
     node: NodeIndex,
     gpus: Vec<StateId>,
-    chosen: Vec<(Chosen, Cost)>,
-    dead: HashSet<DeadEnd<'a>>,
+    chosen: Vec<Chosen>,
+    dead: HashSet<DeadEnd<'r>>,
     steps: u32,
 }
 
-impl<'a> Search<'_, 'a> {
+impl<'r> Search<'_, '_, 'r> {
     /// Places the needs with these alternatives; on success `chosen` has the devices.
     fn solve(&mut self, choice: &[usize]) -> bool {
         let mut slots: Vec<(usize, usize)> = Vec::new();
         let mut needs: Vec<usize> = (0..choice.len()).collect();
         needs.sort_by_key(|&need| {
-            std::cmp::Reverse(self.hardness(&self.request.devices[need].alternatives[choice[need]]))
+            std::cmp::Reverse(self.hardness(&self.asked.request.devices[need].alternatives[choice[need]]))
         });
         for need in needs {
-            let count = self.request.devices[need].alternatives[choice[need]].count;
+            let count = self.asked.request.devices[need].alternatives[choice[need]].count;
             slots.extend((0..count).map(|_| (need, choice[need])));
         }
         self.chosen.clear();
@@ -145,7 +141,7 @@ impl<'a> Search<'_, 'a> {
 
     /// Largest share of a GPU that the want takes at least, in thousandths of its memory slices.
     fn hardness(&self, want: &Want) -> u32 {
-        let geometries = &self.board.snapshot.geometries;
+        let geometries = self.fleet.catalog.geometries();
         let shares = want.profiles.iter().flat_map(|(&geometry, profiles)| {
             let geometry = geometries.get(geometry);
             profiles.iter().filter_map(move |&p| {
@@ -162,14 +158,13 @@ impl<'a> Search<'_, 'a> {
         if self.dead.contains(&situation) {
             return false;
         }
-        for (gpu, step) in self.candidates(need, alternative) {
+        for (gpu, offer) in self.candidates(need, alternative) {
             self.steps += 1;
             if self.steps >= WORK {
                 return false;
             }
-            let before = std::mem::replace(&mut self.gpus[gpu], step.after);
-            let chosen = Chosen { need, alternative, gpu, device: step.device, exists: step.exists };
-            self.chosen.push((chosen, step.cost));
+            let before = std::mem::replace(&mut self.gpus[gpu], offer.after);
+            self.chosen.push(Chosen { need, alternative, gpu, offer });
             if self.descend(rest) {
                 return true;
             }
@@ -181,9 +176,10 @@ impl<'a> Search<'_, 'a> {
     }
 
     /// Devices for a need that break no constraint, cheapest first.
-    fn candidates(&mut self, need: usize, alternative: usize) -> Vec<(GpuIndex, crate::board::Move)> {
-        let want = &self.request.devices[need].alternatives[alternative];
-        let alike = want.gpus.is_none() && self.request.constraints.is_empty();
+    fn candidates(&mut self, need: usize, alternative: usize) -> Vec<(GpuIndex, Offer)> {
+        let want = &self.asked.request.devices[need].alternatives[alternative];
+        let kind = self.fleet.shape(self.asked.shape).wants[need][alternative];
+        let alike = want.gpus.is_none() && self.asked.request.constraints.is_empty();
         let mut candidates = Vec::new();
         for gpu in 0..self.gpus.len() {
             let state = self.gpus[gpu];
@@ -192,20 +188,20 @@ impl<'a> Search<'_, 'a> {
             if seen || other || !self.constraints_hold(need, alternative, gpu) {
                 continue;
             }
-            candidates.extend(self.board.moves(state, want).iter().map(|step| (gpu, *step)));
+            candidates.extend(self.fleet.catalog.offers(state, kind).iter().map(|offer| (gpu, *offer)));
         }
-        candidates.sort_by_key(|(gpu, step)| (step.cost, *gpu, step.device));
+        candidates.sort_by_key(|(gpu, offer)| (offer.cost, *gpu, offer.device));
         candidates
     }
 
     fn constraints_hold(&self, need: usize, alternative: usize, gpu: GpuIndex) -> bool {
-        let devices = &self.request.devices;
-        self.request.constraints.iter().filter(|c| concerns(c, &devices[need], alternative)).all(
+        let devices = &self.asked.request.devices;
+        self.asked.request.constraints.iter().filter(|c| concerns(c, &devices[need], alternative)).all(
             |constraint| {
                 let Some(value) = constraint.values.get(&(self.node, gpu)) else { return false };
                 let others =
-                    self.chosen.iter().filter(|(c, _)| concerns(constraint, &devices[c.need], c.alternative));
-                let mut values = others.filter_map(|(c, _)| constraint.values.get(&(self.node, c.gpu)));
+                    self.chosen.iter().filter(|c| concerns(constraint, &devices[c.need], c.alternative));
+                let mut values = others.filter_map(|c| constraint.values.get(&(self.node, c.gpu)));
                 match constraint.kind {
                     ConstraintKind::Same => values.all(|other| other == value),
                     ConstraintKind::Distinct => values.all(|other| other != value),
@@ -214,27 +210,27 @@ impl<'a> Search<'_, 'a> {
         )
     }
 
-    fn values_so_far(&self) -> Vec<Vec<&'a str>> {
-        let of = |constraint: &'a Constraint| {
+    fn values_so_far(&self) -> Vec<Vec<&'r str>> {
+        let of = |constraint: &'r Constraint| {
             let concerned = self
                 .chosen
                 .iter()
-                .filter(|(c, _)| concerns(constraint, &self.request.devices[c.need], c.alternative));
-            let mut values: Vec<&str> = concerned
-                .filter_map(|(c, _)| constraint.values.get(&(self.node, c.gpu)))
+                .filter(|c| concerns(constraint, &self.asked.request.devices[c.need], c.alternative));
+            let mut values: Vec<&'r str> = concerned
+                .filter_map(|c| constraint.values.get(&(self.node, c.gpu)))
                 .map(String::as_str)
                 .collect();
             values.sort_unstable();
             values.dedup();
             values
         };
-        self.request.constraints.iter().map(of).collect()
+        self.asked.request.constraints.iter().map(of).collect()
     }
 
     fn solution(&self, choice: Vec<usize>) -> Solution {
-        let mut devices: Vec<Chosen> = self.chosen.iter().map(|(chosen, _)| *chosen).collect();
+        let mut devices = self.chosen.clone();
         devices.sort_by_key(|chosen| chosen.need);
-        let cost = self.chosen.iter().fold(Cost::default(), |sum, (_, cost)| sum.plus(*cost));
+        let cost = devices.iter().fold(Cost::default(), |sum, chosen| sum.plus(chosen.offer.cost));
         Solution { choice, cost, devices }
     }
 }

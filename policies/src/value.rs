@@ -55,8 +55,8 @@ impl Weights {
 
     /// Worth of a GPU in this state.
     pub fn worth(&self, geometries: &[Geometry], state: &GpuState) -> u64 {
-        let mut worth = if state.whole == Capability::No { 0 } else { self.whole };
-        let (Some(index), true) = (state.geometry, state.mig != Capability::No) else { return worth };
+        let mut worth = if state.whole_now() == Capability::No { 0 } else { self.whole };
+        let (Some(index), true) = (state.geometry, state.mig_now() != Capability::No) else { return worth };
         let Some(geometry) = geometries.get(index) else { return worth };
         for &profile in &state.allowed {
             let fitting = |&&start: &&u32| state.can_give(geometries, Device::Instance { profile, start });

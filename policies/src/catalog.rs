@@ -1,0 +1,252 @@
+//! GPU states and wants, each kind numbered once, and what a GPU in a state can give for a want: worked out for one of a
+//! kind, looked up for the others.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::rc::Rc;
+
+use crate::occupancy::{Device, GpuState};
+use crate::snapshot::{Capability, Geometry, GeometryIndex, ProfileIndex, Snapshot, Strategy, Want};
+use crate::value::{Cost, Least, Weights};
+
+/// Number of a distinct [`GpuState`].
+pub type StateId = u32;
+/// Number of what a [`Want`] asks of a single GPU.
+pub type WantId = u32;
+
+/// Something that a GPU in some state can give for a want.
+#[derive(Clone, Copy, Debug)]
+pub struct Offer {
+    /// The device.
+    pub device: Device,
+    /// Whether it exists.
+    pub exists: bool,
+    /// The GPU's state afterwards.
+    pub after: StateId,
+    /// Its price.
+    pub cost: Cost,
+}
+
+/// The part of a want that decides what a GPU can give for it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Kind {
+    profiles: BTreeMap<GeometryIndex, BTreeSet<ProfileIndex>>,
+    whole: bool,
+}
+
+struct State {
+    state: Rc<GpuState>,
+    worth: u64,
+    free_slices: u32,
+    /// Whether it can give anything at all.
+    gives: bool,
+}
+
+/// See the module.
+pub struct Catalog<'a> {
+    geometries: &'a [Geometry],
+    weights: Weights,
+    states: Vec<State>,
+    numbers: HashMap<Rc<GpuState>, StateId>,
+    wants: Vec<(Kind, Least)>,
+    want_numbers: HashMap<Kind, WantId>,
+    offers: HashMap<(StateId, WantId), Rc<[Offer]>>,
+    /// By want: the states that can give it, cheapest first.
+    rankings: Vec<Ranking>,
+    given: HashMap<(StateId, Device), StateId>,
+    returned: HashMap<(StateId, Device), StateId>,
+}
+
+#[derive(Default)]
+struct Ranking {
+    /// States with lower numbers are in.
+    seen: StateId,
+    cheapest: BTreeSet<(Cost, StateId)>,
+}
+
+impl<'a> Catalog<'a> {
+    /// Nothing is numbered yet.
+    pub fn of(snapshot: &'a Snapshot) -> Self {
+        Self {
+            geometries: &snapshot.geometries,
+            weights: Weights::of(snapshot),
+            states: Vec::new(),
+            numbers: HashMap::new(),
+            wants: Vec::new(),
+            want_numbers: HashMap::new(),
+            offers: HashMap::new(),
+            rankings: Vec::new(),
+            given: HashMap::new(),
+            returned: HashMap::new(),
+        }
+    }
+
+    /// The geometries that states and wants refer to.
+    pub fn geometries(&self) -> &'a [Geometry] {
+        self.geometries
+    }
+
+    /// A state by its number.
+    pub fn state(&self, id: StateId) -> &GpuState {
+        &self.states[id as usize].state
+    }
+
+    /// Memory slices that nobody has, in the state.
+    pub fn free_slices(&self, id: StateId) -> u32 {
+        self.states[id as usize].free_slices
+    }
+
+    /// Whether a GPU in the state can give anything at all.
+    pub fn gives(&self, id: StateId) -> bool {
+        self.states[id as usize].gives
+    }
+
+    /// Worth of a GPU in the state, see [`Weights`].
+    pub fn worth(&self, state: &GpuState) -> u64 {
+        self.weights.worth(self.geometries, state)
+    }
+
+    /// Number of the state.
+    pub fn number(&mut self, state: GpuState) -> StateId {
+        if let Some(&id) = self.numbers.get(&state) {
+            return id;
+        }
+        let id = self.states.len() as StateId;
+        let state = Rc::new(state);
+        self.states.push(State {
+            worth: self.weights.worth(self.geometries, &state),
+            free_slices: state.free_slices(self.geometries),
+            gives: state.gives(self.geometries),
+            state: Rc::clone(&state),
+        });
+        self.numbers.insert(state, id);
+        id
+    }
+
+    /// Number of what the want asks of one GPU.
+    pub fn want(&mut self, want: &Want) -> WantId {
+        let kind = Kind { profiles: want.profiles.clone(), whole: want.whole };
+        if let Some(&id) = self.want_numbers.get(&kind) {
+            return id;
+        }
+        let id = self.wants.len() as WantId;
+        self.wants.push((kind.clone(), Least::of(want, self.geometries)));
+        self.rankings.push(Ranking::default());
+        self.want_numbers.insert(kind, id);
+        id
+    }
+
+    /// What a GPU in the state can give for the want, cheapest first.
+    pub fn offers(&mut self, state: StateId, want: WantId) -> Rc<[Offer]> {
+        if let Some(offers) = self.offers.get(&(state, want)) {
+            return Rc::clone(offers);
+        }
+        let offers: Rc<[Offer]> = self.work_out_offers(state, want).into();
+        self.offers.insert((state, want), Rc::clone(&offers));
+        offers
+    }
+
+    /// Brings [`Catalog::ranking`] up to date with the states numbered since.
+    pub fn rank(&mut self, want: WantId) {
+        let mut id = self.rankings[want as usize].seen;
+        // Working out offers may number new states: they are looked at, too.
+        while (id as usize) < self.states.len() {
+            if let Some(best) = self.offers(id, want).first() {
+                self.rankings[want as usize].cheapest.insert((best.cost, id));
+            }
+            id += 1;
+        }
+        self.rankings[want as usize].seen = id;
+    }
+
+    /// States that can give something for the want, with the price of the best, cheapest first. Those that no GPU is in
+    /// at the moment are among them.
+    pub fn ranking(&self, want: WantId) -> impl Iterator<Item = (Cost, StateId)> + '_ {
+        self.rankings[want as usize].cheapest.iter().copied()
+    }
+
+    /// The state after a device was given away.
+    pub fn given(&mut self, state: StateId, device: Device) -> StateId {
+        if let Some(&after) = self.given.get(&(state, device)) {
+            return after;
+        }
+        let after = self.state(state).give(self.geometries, device);
+        let after = self.number(after);
+        self.given.insert((state, device), after);
+        after
+    }
+
+    /// The state after a device has come back. An instance stays, as nobody's.
+    pub fn returned(&mut self, state: StateId, device: Device) -> StateId {
+        if let Some(&after) = self.returned.get(&(state, device)) {
+            return after;
+        }
+        let after = self.state(state).take_back(self.geometries, device);
+        let after = self.number(after);
+        self.returned.insert((state, device), after);
+        after
+    }
+
+    fn work_out_offers(&mut self, id: StateId, want: WantId) -> Vec<Offer> {
+        let geometries = self.geometries;
+        let before = Rc::clone(&self.states[id as usize].state);
+        let (kind, least) = &self.wants[want as usize];
+        let least = *least;
+        let mut devices = Vec::new();
+        if kind.whole {
+            devices.push(Device::Whole);
+        }
+        if let Some(index) = before.geometry
+            && let Some(profiles) = kind.profiles.get(&index)
+        {
+            for &profile in profiles {
+                let starts = geometries[index].profiles.get(profile).map_or(&[][..], |p| &p.starts);
+                devices.extend(starts.iter().map(|&start| Device::Instance { profile, start }));
+            }
+        }
+        devices.retain(|&device| before.can_give(geometries, device));
+        let mut offers: Vec<Offer> =
+            devices.into_iter().map(|device| self.offer(id, &before, device, least)).collect();
+        offers.sort_by_key(|offer| (offer.cost, offer.device));
+        offers
+    }
+
+    fn offer(&mut self, id: StateId, before: &GpuState, device: Device, least: Least) -> Offer {
+        let geometries = self.geometries;
+        let (reused, switch) = match device {
+            Device::Whole => (None, before.whole == Capability::AfterSwitch),
+            Device::Instance { profile, start } => {
+                (before.free_at(profile, start), before.mig == Capability::AfterSwitch)
+            }
+        };
+        let exists = match device {
+            Device::Whole => !switch,
+            Device::Instance { .. } => !switch && reused.is_some_and(|free| free.exists),
+        };
+        let after = self.given(id, device);
+        let warm = |state: &GpuState| state.free.iter().filter(|free| free.warm).count() as u32;
+        let warm_used = u32::from(reused.is_some_and(|free| free.warm));
+        let warm_lost = (warm(before) - warm(self.state(after))).saturating_sub(warm_used);
+        let spread = before.strategy == Strategy::Spread;
+        let slices = before.geometry.map_or(0, |g| geometries[g].memory_slices);
+        let taken = slices.saturating_sub(self.free_slices(id));
+        let worth = |id: StateId| self.states[id as usize].worth;
+        let cost = Cost {
+            warm_lost,
+            waste: least.waste(geometries, before.geometry, device),
+            waits: u32::from(!exists),
+            switches: u32::from(switch),
+            warm_used,
+            load: if spread { (1000 * taken).checked_div(slices).unwrap_or(0) } else { 0 },
+            loss: worth(id).saturating_sub(worth(after)),
+            left: if spread { 0 } else { self.free_slices(after) },
+        };
+        Offer { device, exists, after, cost }
+    }
+}
+
+impl std::fmt::Debug for Catalog<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (states, wants) = (self.states.len(), self.wants.len());
+        f.debug_struct("Catalog").field("states", &states).field("wants", &wants).finish()
+    }
+}

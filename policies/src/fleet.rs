@@ -1,0 +1,366 @@
+//! The cluster as it fills and empties: which GPU is in which state, what is left on each node, and for a request the
+//! cheapest place.
+//!
+//! A request for one device is answered from an index of GPUs by state: the time depends on the number of distinct
+//! states, not of GPUs. For one of several devices each node is searched once and again only after it has changed.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::rc::Rc;
+
+use crate::catalog::{Catalog, StateId, WantId};
+use crate::nodes::{self, Misfit};
+use crate::occupancy::{Device, GpuState};
+use crate::place::{self, Answer, Chosen, Solution};
+use crate::snapshot::{
+    Constraint, DeviceNeed, Gpu, GpuIndex, Node, NodeIndex, PodNeeds, Request, Snapshot, Strategy,
+};
+use crate::value::Cost;
+
+/// Number of distinct device needs and constraints.
+pub type ShapeId = usize;
+/// Number of distinct [`PodNeeds`].
+pub type PodId = usize;
+/// Number of the name of a resource.
+type ResourceId = usize;
+
+/// A request of which the parts are numbered.
+#[derive(Clone, Copy, Debug)]
+pub struct Numbered<'r> {
+    /// The request itself.
+    pub request: &'r Request,
+    /// Its devices and constraints.
+    pub shape: ShapeId,
+    /// What its pod needs of a node.
+    pub pod: PodId,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Fleet<'a> {
+    /// What the fleet was made from; its requests play no part.
+    pub snapshot: &'a Snapshot,
+    /// What GPUs can give.
+    pub catalog: Catalog<'a>,
+    nodes: Vec<NodeNow>,
+    /// By state: the GPUs in it, of those that can give anything.
+    index: Vec<BTreeSet<Seat>>,
+    shape_numbers: HashMap<(Vec<DeviceNeed>, Vec<Constraint>), ShapeId>,
+    shapes: Vec<Shape>,
+    pod_numbers: HashMap<PodNeeds, PodId>,
+    pods: Vec<Pod>,
+    resources: BTreeMap<String, ResourceId>,
+}
+
+#[derive(Debug)]
+struct NodeNow {
+    gpus: Vec<StateId>,
+    /// By resource; `None`: the node has no such resource.
+    free_milli: Vec<Option<i128>>,
+    /// With `Pack` fuller nodes come first, with `Spread` emptier ones: free slices, and their negative.
+    crowding: i64,
+    /// The beginning of the smallest UUID: the last tie-break, in which names of nodes play no part.
+    rank: u128,
+    /// Grows whenever a GPU changes.
+    version: u32,
+}
+
+/// A GPU in the order in which equal ones are taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Seat {
+    crowding: i64,
+    rank: u128,
+    node: NodeIndex,
+    gpu: GpuIndex,
+}
+
+/// Device needs and constraints of a kind.
+#[derive(Debug)]
+pub struct Shape {
+    /// Numbers of the wants, by need and alternative.
+    pub wants: Vec<Vec<WantId>>,
+    /// One device of any GPU that will do.
+    single: bool,
+    /// GPUs of one kind are told apart: what holds for a node need not hold for another like it.
+    by_name: bool,
+    /// By node: the version for which it was worked out, and the answer.
+    answers: Vec<Option<(u32, Answer)>>,
+    /// Answers by the states of a node's GPUs.
+    like: HashMap<Vec<StateId>, Answer>,
+}
+
+#[derive(Debug)]
+struct Pod {
+    unsuitable: Vec<Option<Misfit>>,
+    /// By name of the resource.
+    milli: Vec<(String, ResourceId, i128)>,
+}
+
+impl<'a> Fleet<'a> {
+    /// The cluster of the snapshot.
+    pub fn of(snapshot: &'a Snapshot) -> Self {
+        let mut fleet = Self {
+            snapshot,
+            catalog: Catalog::of(snapshot),
+            nodes: Vec::with_capacity(snapshot.nodes.len()),
+            index: Vec::new(),
+            shape_numbers: HashMap::new(),
+            shapes: Vec::new(),
+            pod_numbers: HashMap::new(),
+            pods: Vec::new(),
+            resources: BTreeMap::new(),
+        };
+        for (index, node) in snapshot.nodes.iter().enumerate() {
+            let now = fleet.node_now(node);
+            fleet.nodes.push(now);
+            fleet.seat(index);
+        }
+        fleet
+    }
+
+    fn node_now(&mut self, node: &Node) -> NodeNow {
+        let states = node.gpus.iter().map(|gpu| GpuState::of(gpu, &self.snapshot.geometries));
+        let gpus: Vec<StateId> = states.map(|state| self.catalog.number(state)).collect();
+        let mut free_milli = Vec::new();
+        for (resource, &free) in &node.free_milli {
+            let id = self.resource(resource);
+            free_milli.resize(free_milli.len().max(id + 1), None);
+            free_milli[id] = Some(free);
+        }
+        let crowding = gpus.iter().map(|&id| self.crowding(id)).sum();
+        NodeNow { gpus, free_milli, crowding, rank: rank(&node.gpus), version: 0 }
+    }
+
+    fn resource(&mut self, name: &str) -> ResourceId {
+        if let Some(&id) = self.resources.get(name) {
+            return id;
+        }
+        self.resources.insert(name.to_owned(), self.resources.len());
+        self.resources.len() - 1
+    }
+
+    fn crowding(&self, id: StateId) -> i64 {
+        let free = i64::from(self.catalog.free_slices(id));
+        if self.catalog.state(id).strategy == Strategy::Spread { -free } else { free }
+    }
+
+    fn seats(&self, node: NodeIndex) -> impl Iterator<Item = (StateId, Seat)> + use<'_, 'a> {
+        let now = &self.nodes[node];
+        let seat = move |gpu| Seat { crowding: now.crowding, rank: now.rank, node, gpu };
+        let gpus = now.gpus.iter().enumerate().filter(|&(_, &id)| self.catalog.gives(id));
+        gpus.map(move |(gpu, &id)| (id, seat(gpu)))
+    }
+
+    /// Enters the node's GPUs into the index.
+    fn seat(&mut self, node: NodeIndex) {
+        let seats: Vec<_> = self.seats(node).collect();
+        for (id, seat) in seats {
+            if self.index.len() <= id as usize {
+                self.index.resize_with(id as usize + 1, BTreeSet::new);
+            }
+            self.index[id as usize].insert(seat);
+        }
+    }
+
+    fn unseat(&mut self, node: NodeIndex) {
+        let seats: Vec<_> = self.seats(node).collect();
+        for (id, seat) in seats {
+            self.index[id as usize].remove(&seat);
+        }
+    }
+
+    /// The states of a node's GPUs.
+    pub fn gpus(&self, node: NodeIndex) -> &[StateId] {
+        &self.nodes[node].gpus
+    }
+
+    /// A GPU's state.
+    pub fn state(&self, node: NodeIndex, gpu: GpuIndex) -> &GpuState {
+        self.catalog.state(self.nodes[node].gpus[gpu])
+    }
+
+    /// Place of a GPU in the order that decides between equal ones.
+    pub fn rank_of(&self, node: NodeIndex, gpu: GpuIndex) -> (u128, NodeIndex, GpuIndex) {
+        (self.nodes[node].rank, node, gpu)
+    }
+
+    /// The request with the numbers of its parts.
+    pub fn numbered<'r>(&mut self, request: &'r Request) -> Numbered<'r> {
+        Numbered { request, shape: self.shape_of(request), pod: self.pod_of(&request.pod) }
+    }
+
+    fn shape_of(&mut self, request: &Request) -> ShapeId {
+        let key = (request.devices.clone(), request.constraints.clone());
+        if let Some(&id) = self.shape_numbers.get(&key) {
+            return id;
+        }
+        let mut wants = Vec::with_capacity(request.devices.len());
+        for need in &request.devices {
+            wants.push(need.alternatives.iter().map(|want| self.catalog.want(want)).collect());
+        }
+        let alternatives = || request.devices.iter().flat_map(|need| &need.alternatives);
+        let by_name = !request.constraints.is_empty() || alternatives().any(|want| want.gpus.is_some());
+        let single = !by_name && request.devices.len() == 1 && alternatives().all(|want| want.count == 1);
+        self.shapes.push(Shape { wants, single, by_name, answers: Vec::new(), like: HashMap::new() });
+        self.shape_numbers.insert(key, self.shapes.len() - 1);
+        self.shapes.len() - 1
+    }
+
+    fn pod_of(&mut self, pod: &PodNeeds) -> PodId {
+        if let Some(&id) = self.pod_numbers.get(pod) {
+            return id;
+        }
+        let unsuitable = self.snapshot.nodes.iter().map(|node| nodes::unsuitable(node, pod)).collect();
+        let needed = pod.milli.iter().filter(|&(_, &needs)| needs > 0);
+        let milli = needed.map(|(name, &needs)| (name.clone(), self.resource(name), needs)).collect();
+        self.pods.push(Pod { unsuitable, milli });
+        self.pod_numbers.insert(pod.clone(), self.pods.len() - 1);
+        self.pods.len() - 1
+    }
+
+    /// A shape by its number.
+    pub fn shape(&self, id: ShapeId) -> &Shape {
+        &self.shapes[id]
+    }
+
+    /// Why the node cannot take the pod, GPUs aside.
+    pub fn misfit(&self, node: NodeIndex, asked: Numbered<'_>) -> Option<Misfit> {
+        if asked.request.avoid.contains(&node) {
+            return Some(Misfit::Avoided);
+        }
+        let pod = &self.pods[asked.pod];
+        let lacking = |(name, id, needs): &(String, ResourceId, i128)| {
+            let free = self.nodes[node].free_milli.get(*id).copied().flatten();
+            nodes::lacks(name, free, *needs)
+        };
+        pod.unsuitable[node].clone().or_else(|| pod.milli.iter().find_map(lacking))
+    }
+
+    fn fits(&self, node: NodeIndex, asked: Numbered<'_>) -> bool {
+        let (pod, free) = (&self.pods[asked.pod], &self.nodes[node].free_milli);
+        let enough = |&(_, id, needs): &(_, ResourceId, i128)| {
+            free.get(id).copied().flatten().is_some_and(|free| free >= needs)
+        };
+        pod.unsuitable[node].is_none() && pod.milli.iter().all(enough) && !asked.request.avoid.contains(&node)
+    }
+
+    /// The cheapest place for the request, if there is one. Equal prices are decided by crowding, then by UUID.
+    pub fn best(&mut self, asked: Numbered<'_>) -> Option<(NodeIndex, Rc<Solution>)> {
+        if self.shapes[asked.shape].single {
+            return self.best_single(asked).map(|(node, solution)| (node, Rc::new(solution)));
+        }
+        let mut best: Option<(NodeIndex, Rc<Solution>)> = None;
+        for node in 0..self.nodes.len() {
+            if !self.fits(node, asked) {
+                continue;
+            }
+            let Answer::Found(solution) = self.answer(asked, node) else { continue };
+            let now = |node: NodeIndex| (self.nodes[node].crowding, self.nodes[node].rank, node);
+            let better = best.as_ref().is_none_or(|(other, than)| {
+                (&solution.choice, solution.cost, now(node)) < (&than.choice, than.cost, now(*other))
+            });
+            if better {
+                best = Some((node, solution));
+            }
+        }
+        best
+    }
+
+    fn best_single(&mut self, asked: Numbered<'_>) -> Option<(NodeIndex, Solution)> {
+        for alternative in 0..self.shapes[asked.shape].wants[0].len() {
+            let want = self.shapes[asked.shape].wants[0][alternative];
+            self.catalog.rank(want);
+            let mut best: Option<(Cost, Seat, StateId)> = None;
+            for (cost, state) in self.catalog.ranking(want) {
+                if best.is_some_and(|(lowest, _, _)| lowest < cost) {
+                    break;
+                }
+                let mut seats = self.index.get(state as usize).into_iter().flatten();
+                let Some(&seat) = seats.find(|seat| self.fits(seat.node, asked)) else { continue };
+                if best.is_none_or(|(_, other, _)| seat < other) {
+                    best = Some((cost, seat, state));
+                }
+            }
+            let Some((_, seat, state)) = best else { continue };
+            let offer = self.catalog.offers(state, want)[0];
+            let chosen = Chosen { need: 0, alternative, gpu: seat.gpu, offer };
+            return Some((
+                seat.node,
+                Solution { choice: vec![alternative], cost: offer.cost, devices: vec![chosen] },
+            ));
+        }
+        None
+    }
+
+    /// The best place for the request on a node whose other resources are left aside.
+    pub fn answer(&mut self, asked: Numbered<'_>, node: NodeIndex) -> Answer {
+        let version = self.nodes[node].version;
+        let shape = &mut self.shapes[asked.shape];
+        shape.answers.resize(self.nodes.len(), None);
+        if let Some((of, answer)) = &shape.answers[node]
+            && *of == version
+        {
+            return answer.clone();
+        }
+        let known = if shape.by_name { None } else { shape.like.get(&self.nodes[node].gpus).cloned() };
+        let answer = known.unwrap_or_else(|| place::on_node(self, asked, node));
+        let shape = &mut self.shapes[asked.shape];
+        shape.answers[node] = Some((version, answer.clone()));
+        if !shape.by_name {
+            shape.like.insert(self.nodes[node].gpus.clone(), answer.clone());
+        }
+        answer
+    }
+
+    /// Takes the place.
+    pub fn take(&mut self, asked: Numbered<'_>, node: NodeIndex, solution: &Solution) {
+        self.change(node, |catalog, gpus| {
+            for chosen in &solution.devices {
+                gpus[chosen.gpu] = catalog.given(gpus[chosen.gpu], chosen.offer.device);
+            }
+        });
+        self.use_resources(asked.pod, node, 1);
+    }
+
+    /// Gives back what [`Fleet::take`] took.
+    pub fn put_back(&mut self, asked: Numbered<'_>, node: NodeIndex, solution: &Solution) {
+        self.change(node, |catalog, gpus| {
+            for chosen in &solution.devices {
+                gpus[chosen.gpu] = catalog.returned(gpus[chosen.gpu], chosen.offer.device);
+            }
+        });
+        self.use_resources(asked.pod, node, -1);
+    }
+
+    fn use_resources(&mut self, pod: PodId, node: NodeIndex, times: i128) {
+        for &(_, id, needs) in &self.pods[pod].milli {
+            if let Some(Some(free)) = self.nodes[node].free_milli.get_mut(id) {
+                *free = free.saturating_sub(times * needs);
+            }
+        }
+    }
+
+    /// Gives a device away.
+    pub fn give(&mut self, node: NodeIndex, gpu: GpuIndex, device: Device) {
+        self.change(node, |catalog, gpus| gpus[gpu] = catalog.given(gpus[gpu], device));
+    }
+
+    fn change(&mut self, node: NodeIndex, change: impl FnOnce(&mut Catalog<'a>, &mut [StateId])) {
+        self.unseat(node);
+        change(&mut self.catalog, &mut self.nodes[node].gpus);
+        self.nodes[node].crowding = self.nodes[node].gpus.iter().map(|&id| self.crowding(id)).sum();
+        self.nodes[node].version += 1;
+        self.seat(node);
+    }
+}
+
+/// The first 16 bytes of the node's smallest UUID, as a number in the same order.
+fn rank(gpus: &[Gpu]) -> u128 {
+    let first = |gpu: &Gpu| {
+        let mut bytes = [0; 16];
+        for (byte, of_uuid) in bytes.iter_mut().zip(gpu.uuid.bytes()) {
+            *byte = of_uuid;
+        }
+        u128::from_be_bytes(bytes)
+    };
+    gpus.iter().map(first).min().unwrap_or(u128::MAX)
+}
