@@ -233,11 +233,10 @@ impl<'a> Catalog<'a> {
         let cost = Cost {
             warm_lost,
             waste: least.waste(geometries, before.geometry, device),
-            waits: u32::from(!exists),
             switches: u32::from(switch),
-            warm_used,
+            not_warm: 1 - warm_used,
             load: if spread { (1000 * taken).checked_div(slices).unwrap_or(0) } else { 0 },
-            loss: worth(id).saturating_sub(worth(after)),
+            loss: worth(id).saturating_sub(worth(after)) + if exists { 0 } else { self.weights.reshape },
             left: if spread { 0 } else { self.free_slices(after) },
         };
         Offer { device, exists, after, cost }

@@ -15,6 +15,12 @@ use crate::snapshot::{Capability, Geometry, GeometryIndex, Profile, Snapshot, Wa
 /// Worth of all places together of a kind that takes the whole GPU.
 const WHOLE: u64 = 1 << 40;
 
+/// Making an instance rather than reusing one costs a fourth of what one GPU is worth to those who want it whole. Much
+/// less, and instances are remade that would do as they are; much more, and what is there decides the packing: from half
+/// of this to twice as much, as many jobs find a place as if making were free, and five in six of them an instance that
+/// is there.
+const RESHAPE: u64 = 4;
+
 /// Weight of each place, by kind.
 #[derive(Debug, Default)]
 pub struct Weights {
@@ -22,6 +28,8 @@ pub struct Weights {
     place: Vec<Vec<u64>>,
     /// A whole GPU.
     whole: u64,
+    /// Price of an instance that does not exist yet.
+    pub reshape: u64,
 }
 
 impl Weights {
@@ -50,7 +58,8 @@ impl Weights {
             geometry.profiles.iter().map(weight).collect()
         };
         let place = snapshot.geometries.iter().zip(&gpus).map(of_geometry).collect();
-        Self { place, whole: WHOLE / whole.max(1) }
+        let all = gpus.iter().sum::<u64>().max(1);
+        Self { place, whole: WHOLE / whole.max(1), reshape: WHOLE / all / RESHAPE }
     }
 
     /// Worth of a GPU in this state.
@@ -74,15 +83,13 @@ pub struct Cost {
     pub warm_lost: u32,
     /// Doublings of memory and of multiprocessors beyond the smallest device that would do.
     pub waste: u32,
-    /// Devices that do not exist yet.
-    pub waits: u32,
     /// Switches of MIG mode.
     pub switches: u32,
-    /// Warm instances that it uses up.
-    pub warm_used: u32,
+    /// Devices that are no warm instances: those that a policy keeps ready are used first, as is their purpose.
+    pub not_warm: u32,
     /// With `Spread`: share of the memory slices already taken on the GPUs, in thousandths.
     pub load: u32,
-    /// Worth lost, see [`Weights`].
+    /// Worth lost, see [`Weights`], and the price of making what does not exist.
     pub loss: u64,
     /// With `Pack`: memory slices left on the GPUs.
     pub left: u32,
@@ -94,9 +101,8 @@ impl Cost {
         Self {
             warm_lost: self.warm_lost + other.warm_lost,
             waste: self.waste + other.waste,
-            waits: self.waits + other.waits,
             switches: self.switches + other.switches,
-            warm_used: self.warm_used + other.warm_used,
+            not_warm: self.not_warm + other.not_warm,
             load: self.load + other.load,
             loss: self.loss.saturating_add(other.loss),
             left: self.left + other.left,

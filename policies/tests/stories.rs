@@ -84,14 +84,18 @@ fn seven_small_ones_end_and_a_large_one_fits() {
 }
 
 #[test]
-fn an_instance_that_exists_is_reused_before_another_is_made() {
+fn an_instance_that_exists_is_reused_unless_it_spoils_too_much() {
     let geometry = a100();
     let mut snapshot = asking(cluster(&geometry, 2), &["1g.10gb"; 2]);
-    snapshot.nodes[0].gpus[1].instances = vec![instance(&geometry, "1g.10gb", 2, InstanceState::Idle)];
+    let at = |start| vec![instance(&geometry, "1g.10gb", start, InstanceState::Idle)];
+    snapshot.nodes[0].gpus[1].instances = at(5);
     let plan = legal_plan(&snapshot);
-    assert_eq!(places(&snapshot, &plan)[0], "1:1g.10gb@2");
+    assert_eq!(places(&snapshot, &plan)[0], "1:1g.10gb@5");
     assert!(plan.placements[0].devices[0].instance.unwrap().exists);
     assert!(!plan.placements[1].devices[0].instance.unwrap().exists);
+    // There it would be in the way of a 4g, a 3g and a 2g.
+    snapshot.nodes[0].gpus[1].instances = at(2);
+    assert_eq!(places(&snapshot, &legal_plan(&snapshot))[0], "0:1g.10gb@6");
 }
 
 #[test]
@@ -103,7 +107,8 @@ fn warm_instances_serve_their_profile_and_give_way_last() {
         instance(&geometry, "1g.10gb", 1, InstanceState::Idle),
     ];
     let plan = legal_plan(&snapshot);
-    assert_eq!(places(&snapshot, &plan), ["0:1g.10gb@1", "1:7g.80gb@0"]);
+    // The idle one can be kept warm in its stead.
+    assert_eq!(places(&snapshot, &plan), ["0:1g.10gb@0", "1:7g.80gb@0"]);
     snapshot.requests.remove(0);
     // The empty GPU first; then the warm one is destroyed, since there is no other room.
     assert_eq!(places(&snapshot, &legal_plan(&snapshot)), ["1:7g.80gb@0", "0:7g.80gb@0"]);
