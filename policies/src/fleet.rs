@@ -7,12 +7,13 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::rc::Rc;
 
-use crate::catalog::{Catalog, StateId, WantId};
+use crate::catalog::{Catalog, Offer, StateId, WantId};
 use crate::nodes::{self, Misfit};
 use crate::occupancy::{Device, GpuState};
 use crate::place::{self, Answer, Chosen, Solution};
 use crate::snapshot::{
-    Constraint, DeviceNeed, Gpu, GpuIndex, Node, NodeIndex, PodNeeds, Request, Snapshot, Strategy,
+    Constraint, DeviceNeed, Geometry, Gpu, GpuIndex, Node, NodeIndex, PodNeeds, Request, Snapshot, Strategy,
+    Want,
 };
 use crate::value::Cost;
 
@@ -80,6 +81,7 @@ pub struct Shape {
     pub wants: Vec<Vec<WantId>>,
     /// One device of any GPU that will do.
     single: bool,
+    least_slices: u32,
     /// GPUs of one kind are told apart: what holds for a node need not hold for another like it.
     by_name: bool,
     /// By node: the version for which it was worked out, and the answer.
@@ -200,7 +202,15 @@ impl<'a> Fleet<'a> {
         let alternatives = || request.devices.iter().flat_map(|need| &need.alternatives);
         let by_name = !request.constraints.is_empty() || alternatives().any(|want| want.gpus.is_some());
         let single = !by_name && request.devices.len() == 1 && alternatives().all(|want| want.count == 1);
-        self.shapes.push(Shape { wants, single, by_name, answers: Vec::new(), like: HashMap::new() });
+        let least_slices = least_slices(&request.devices, self.catalog.geometries());
+        self.shapes.push(Shape {
+            wants,
+            single,
+            least_slices,
+            by_name,
+            answers: Vec::new(),
+            like: HashMap::new(),
+        });
         self.shape_numbers.insert(key, self.shapes.len() - 1);
         self.shapes.len() - 1
     }
@@ -235,7 +245,8 @@ impl<'a> Fleet<'a> {
         pod.unsuitable[node].clone().or_else(|| pod.milli.iter().find_map(lacking))
     }
 
-    fn fits(&self, node: NodeIndex, asked: Numbered<'_>) -> bool {
+    /// Whether the node can take the pod, GPUs aside.
+    pub fn fits(&self, node: NodeIndex, asked: Numbered<'_>) -> bool {
         let (pod, free) = (&self.pods[asked.pod], &self.nodes[node].free_milli);
         let enough = |&(_, id, needs): &(_, ResourceId, i128)| {
             free.get(id).copied().flatten().is_some_and(|free| free >= needs)
@@ -274,21 +285,105 @@ impl<'a> Fleet<'a> {
                 if best.is_some_and(|(lowest, _, _)| lowest < cost) {
                     break;
                 }
-                let mut seats = self.index.get(state as usize).into_iter().flatten();
-                let Some(&seat) = seats.find(|seat| self.fits(seat.node, asked)) else { continue };
+                let Some(seat) = self.first_seat(state, asked) else { continue };
                 if best.is_none_or(|(_, other, _)| seat < other) {
                     best = Some((cost, seat, state));
                 }
             }
             let Some((_, seat, state)) = best else { continue };
             let offer = self.catalog.offers(state, want)[0];
-            let chosen = Chosen { need: 0, alternative, gpu: seat.gpu, offer };
-            return Some((
-                seat.node,
-                Solution { choice: vec![alternative], cost: offer.cost, devices: vec![chosen] },
-            ));
+            return Some((seat.node, single(alternative, seat.gpu, offer)));
         }
         None
+    }
+
+    /// The first GPU in the state whose node can take the pod.
+    fn first_seat(&self, state: StateId, asked: Numbered<'_>) -> Option<Seat> {
+        let mut seats = self.index.get(state as usize)?.iter();
+        seats.find(|seat| self.fits(seat.node, asked)).copied()
+    }
+
+    /// Up to `most` places for the request, cheapest first; of places on GPUs in equal states only one. For several
+    /// devices only the best is listed.
+    pub fn places(&mut self, asked: Numbered<'_>, most: usize) -> Vec<(NodeIndex, Rc<Solution>)> {
+        if most == 1 || !self.shapes[asked.shape].single {
+            return self.best(asked).into_iter().collect();
+        }
+        let mut places = Vec::new();
+        for alternative in 0..self.shapes[asked.shape].wants[0].len() {
+            let want = self.shapes[asked.shape].wants[0][alternative];
+            self.catalog.rank(want);
+            let seats: Vec<(StateId, Seat)> = self
+                .catalog
+                .ranking(want)
+                .filter_map(|(_, state)| Some((state, self.first_seat(state, asked)?)))
+                .collect();
+            for (state, seat) in seats {
+                let offers = self.catalog.offers(state, want);
+                let of = |offer: &Offer| (seat.node, Rc::new(single(alternative, seat.gpu, *offer)));
+                places.extend(offers.iter().map(of));
+            }
+        }
+        places.sort_by_key(|(_, place)| (place.choice[0], place.cost));
+        places.truncate(most);
+        places
+    }
+
+    /// Whether the shape is one device, on any GPU that will do.
+    pub fn is_single(&self, shape: ShapeId) -> bool {
+        self.shapes[shape].single
+    }
+
+    /// Number of nodes.
+    pub fn nodes(&self) -> usize {
+        self.nodes.len()
+    }
+
+    /// Every device that would do for a request of one, were the GPU empty, with the alternative that it is of.
+    pub fn devices(&self, asked: Numbered<'_>, node: NodeIndex, gpu: GpuIndex) -> Vec<(usize, Device)> {
+        let state = self.state(node, gpu);
+        let mut devices = Vec::new();
+        for (alternative, want) in asked.request.devices[0].alternatives.iter().enumerate() {
+            if want.whole {
+                devices.push((alternative, Device::Whole));
+            }
+            let Some(index) = state.geometry else { continue };
+            for &profile in want.profiles.get(&index).into_iter().flatten() {
+                let starts =
+                    self.catalog.geometries()[index].profiles.get(profile).map_or(&[][..], |p| &p.starts);
+                devices
+                    .extend(starts.iter().map(|&start| (alternative, Device::Instance { profile, start })));
+            }
+        }
+        devices
+    }
+
+    /// The place that has exactly this device, if the GPU can give it.
+    pub fn offer(
+        &mut self,
+        asked: Numbered<'_>,
+        node: NodeIndex,
+        gpu: GpuIndex,
+        alternative: usize,
+        device: Device,
+    ) -> Option<Rc<Solution>> {
+        let want = self.shapes[asked.shape].wants[0][alternative];
+        let offers = self.catalog.offers(self.nodes[node].gpus[gpu], want);
+        let offer = offers.iter().find(|offer| offer.device == device)?;
+        Some(Rc::new(single(alternative, gpu, *offer)))
+    }
+
+    /// The best place on the node.
+    pub fn place_on(&mut self, asked: Numbered<'_>, node: NodeIndex) -> Option<Rc<Solution>> {
+        match self.answer(asked, node) {
+            Answer::Found(solution) => Some(solution),
+            Answer::Nothing | Answer::GaveUp => None,
+        }
+    }
+
+    /// The fewest memory slices that a request of the shape takes.
+    pub fn least_slices(&self, shape: ShapeId) -> u32 {
+        self.shapes[shape].least_slices
     }
 
     /// The best place for the request on a node whose other resources are left aside.
@@ -331,12 +426,19 @@ impl<'a> Fleet<'a> {
         self.use_resources(asked.pod, node, -1);
     }
 
-    fn use_resources(&mut self, pod: PodId, node: NodeIndex, times: i128) {
+    /// Counts a pod's needs as used, `times` times; negative: as free again.
+    pub fn use_resources(&mut self, pod: PodId, node: NodeIndex, times: i128) {
         for &(_, id, needs) in &self.pods[pod].milli {
             if let Some(Some(free)) = self.nodes[node].free_milli.get_mut(id) {
                 *free = free.saturating_sub(times * needs);
             }
         }
+    }
+
+    /// Sets the node's GPUs back to these states, and a pod's needs as used `times` times more.
+    pub fn undo(&mut self, node: NodeIndex, gpus: &[StateId], pod: PodId, times: i128) {
+        self.change(node, |_, now| now.copy_from_slice(gpus));
+        self.use_resources(pod, node, times);
     }
 
     /// Gives a device away.
@@ -351,6 +453,22 @@ impl<'a> Fleet<'a> {
         self.nodes[node].version += 1;
         self.seat(node);
     }
+}
+
+fn single(alternative: usize, gpu: GpuIndex, offer: Offer) -> Solution {
+    let devices = vec![Chosen { need: 0, alternative, gpu, offer }];
+    Solution { choice: vec![alternative], cost: offer.cost, devices }
+}
+
+/// The fewest memory slices that do for all needs of the request.
+fn least_slices(needs: &[DeviceNeed], geometries: &[Geometry]) -> u32 {
+    let of_want = |want: &Want| {
+        let sizes = want.profiles.iter().flat_map(|(&geometry, profiles)| {
+            profiles.iter().filter_map(move |&p| Some(geometries.get(geometry)?.profiles.get(p)?.size))
+        });
+        want.count * sizes.min().unwrap_or(64)
+    };
+    needs.iter().map(|need| need.alternatives.iter().map(of_want).min().unwrap_or(0)).sum()
 }
 
 /// The first 16 bytes of the node's smallest UUID, as a number in the same order.

@@ -11,6 +11,7 @@
 //! | `cycle`, `fleet`, `place` | who is served in which order; the cluster as it fills; a place on one node |
 //! | `catalog` | what a GPU in some state can give, and at which price |
 //! | [`occupancy`], `value` | what fits on a GPU; what its room is worth |
+//! | [`moves`] | which running pods to move so that a request fits |
 //! | [`layout`] | static layouts, warm instances |
 //! | `nodes`, `explain` | whether a node can take a pod; why a request has no place |
 //! | [`check`] | whether a plan is legal, worked out the plain way |
@@ -26,6 +27,7 @@ mod cycle;
 mod explain;
 pub mod fleet;
 pub mod layout;
+pub mod moves;
 pub mod nodes;
 pub mod occupancy;
 pub mod place;

@@ -1,0 +1,429 @@
+//! Room for a request that has none: which running pods to move, and where to, so that it fits.
+//!
+//! The fewest moves first: one, then two, up to a limit. A place is considered together with those who are in its way;
+//! each of them is placed anew in the same search, on free room or in turn in place of others, until nobody is left
+//! without a place. Whatever does not end with everybody placed is not done at all.
+
+use std::collections::{BTreeMap, HashSet};
+use std::rc::Rc;
+
+use crate::catalog::StateId;
+use crate::fleet::{Fleet, Numbered, PodId, ShapeId};
+use crate::occupancy::{Device, slices};
+use crate::place::Solution;
+use crate::snapshot::{GpuIndex, NodeIndex};
+
+/// Number of a [`Tenant`].
+pub type TenantId = usize;
+
+/// Somebody who has devices.
+#[derive(Clone, Debug)]
+pub struct Tenant<'r> {
+    /// What it asked for, and would ask for again.
+    pub asked: Numbered<'r>,
+    /// Its node.
+    pub node: NodeIndex,
+    /// Its devices.
+    pub place: Rc<Solution>,
+    /// What a move of it costs; `None`: it is not to be moved.
+    pub price: Option<u32>,
+}
+
+/// Everybody who has devices, by GPU.
+#[derive(Debug, Default)]
+pub struct Tenants<'r> {
+    all: BTreeMap<TenantId, Tenant<'r>>,
+    on: BTreeMap<(NodeIndex, GpuIndex), Vec<TenantId>>,
+    next: TenantId,
+}
+
+impl<'r> Tenants<'r> {
+    /// A tenant by its number.
+    pub fn get(&self, id: TenantId) -> Option<&Tenant<'r>> {
+        self.all.get(&id)
+    }
+
+    /// Enters a tenant. Its devices are the fleet's to take.
+    pub fn enter(&mut self, tenant: Tenant<'r>) -> TenantId {
+        let id = self.next;
+        self.next += 1;
+        self.put(id, tenant);
+        id
+    }
+
+    /// Strikes a tenant off. Its devices are the fleet's to put back.
+    pub fn leave(&mut self, id: TenantId) -> Option<Tenant<'r>> {
+        let tenant = self.all.remove(&id)?;
+        for chosen in &tenant.place.devices {
+            if let Some(there) = self.on.get_mut(&(tenant.node, chosen.gpu)) {
+                there.retain(|&other| other != id);
+            }
+        }
+        Some(tenant)
+    }
+
+    fn put(&mut self, id: TenantId, tenant: Tenant<'r>) {
+        for chosen in &tenant.place.devices {
+            let there = self.on.entry((tenant.node, chosen.gpu)).or_default();
+            if !there.contains(&id) {
+                there.push(id);
+            }
+        }
+        self.all.insert(id, tenant);
+    }
+
+    fn on(&self, node: NodeIndex, gpu: GpuIndex) -> &[TenantId] {
+        self.on.get(&(node, gpu)).map_or(&[], Vec::as_slice)
+    }
+}
+
+/// How far the search goes.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Most moves.
+    pub moves: u32,
+    /// Most places looked at in turn of which those in the way may displace others again. Places from which everybody
+    /// goes to free room are all looked at.
+    pub width: u32,
+    /// Most GPUs looked at, over all. Counted, not timed: the same input gives the same answer on any machine.
+    pub work: u64,
+}
+
+/// A pod's new place.
+#[derive(Clone, Debug)]
+pub struct Move {
+    /// Who is moved.
+    pub tenant: TenantId,
+    /// Where to.
+    pub node: NodeIndex,
+    /// To what.
+    pub place: Rc<Solution>,
+}
+
+/// Room for a request, once everybody in the way has moved.
+#[derive(Clone, Debug)]
+pub struct Room {
+    /// Those who move.
+    pub moves: Vec<Move>,
+    /// The request's node.
+    pub node: NodeIndex,
+    /// Its devices.
+    pub place: Rc<Solution>,
+}
+
+/// What the search found.
+#[derive(Clone, Debug)]
+pub enum Outcome {
+    /// Room.
+    Found(Room),
+    /// With so many moves there is none.
+    Nothing,
+    /// None was found within the set amount of work.
+    GaveUp,
+}
+
+/// Searches room for a request that has no place as things are. Fleet and tenants are the same afterwards: to carry it
+/// out is [`carry_out`].
+pub fn make_room<'r>(
+    fleet: &mut Fleet<'_>,
+    tenants: &mut Tenants<'r>,
+    asked: Numbered<'r>,
+    limits: Limits,
+) -> Outcome {
+    let mut search = Search {
+        fleet,
+        tenants,
+        limits,
+        work: limits.work,
+        cut: false,
+        placed: Vec::new(),
+        evicted: Vec::new(),
+    };
+    for moves in 1..=limits.moves {
+        if search.place(&mut vec![(None, asked)], moves) {
+            return Outcome::Found(search.room());
+        }
+        if search.work == 0 {
+            return Outcome::GaveUp;
+        }
+    }
+    if search.cut { Outcome::GaveUp } else { Outcome::Nothing }
+}
+
+/// Moves those who have to and takes the request's place.
+pub fn carry_out<'r>(fleet: &mut Fleet<'_>, tenants: &mut Tenants<'r>, asked: Numbered<'r>, room: &Room) {
+    let mut moving = Vec::new();
+    for step in &room.moves {
+        if let Some(tenant) = tenants.leave(step.tenant) {
+            fleet.put_back(tenant.asked, tenant.node, &tenant.place);
+            moving.push((step, tenant));
+        }
+    }
+    fleet.take(asked, room.node, &room.place);
+    for (step, tenant) in moving {
+        fleet.take(tenant.asked, step.node, &step.place);
+        let place = Rc::clone(&step.place);
+        tenants.put(step.tenant, Tenant { node: step.node, place, ..tenant });
+    }
+}
+
+/// Somebody without a place: the request (`None`) or one who gave way.
+type Pending<'r> = (Option<TenantId>, Numbered<'r>);
+
+struct Search<'s, 'a, 'r> {
+    fleet: &'s mut Fleet<'a>,
+    tenants: &'s mut Tenants<'r>,
+    limits: Limits,
+    work: u64,
+    /// Something was left out.
+    cut: bool,
+    placed: Vec<(Pending<'r>, NodeIndex, Rc<Solution>)>,
+    evicted: Vec<(TenantId, Tenant<'r>)>,
+}
+
+/// A place, and who is in its way.
+struct Candidate {
+    node: NodeIndex,
+    place: Rc<Solution>,
+    in_the_way: Vec<TenantId>,
+    price: u32,
+    /// Memory slices that have to be found elsewhere.
+    slices: u32,
+}
+
+impl<'r> Search<'_, '_, 'r> {
+    /// Places everybody with at most so many moves. On success `placed` has the places; fleet and tenants are as before
+    /// either way.
+    fn place(&mut self, pending: &mut Vec<Pending<'r>>, budget: u32) -> bool {
+        let Some(one) = pending.pop() else { return true };
+        // If nobody comes after, one free place is as good as another.
+        let last = pending.is_empty();
+        let free = self.fleet.places(one.1, if last { 1 } else { usize::MAX });
+        self.work = self.work.saturating_sub(1 + free.len() as u64);
+        for (node, place) in free {
+            let before = self.fleet.gpus(node).to_vec();
+            self.fleet.take(one.1, node, &place);
+            self.placed.push((one, node, Rc::clone(&place)));
+            let done = self.place(pending, budget);
+            self.fleet.undo(node, &before, one.1.pod, -1);
+            if done {
+                return true;
+            }
+            self.placed.pop();
+            if self.work == 0 {
+                break;
+            }
+        }
+        if budget > 0 && self.work > 0 {
+            let mut chains = 0;
+            for candidate in self.candidates(one.1, budget) {
+                if (candidate.in_the_way.len() as u32) < budget {
+                    chains += 1;
+                    if chains > self.limits.width {
+                        self.cut = true;
+                        continue;
+                    }
+                }
+                if self.displace(one, &candidate, pending, budget) {
+                    return true;
+                }
+                if self.work == 0 {
+                    break;
+                }
+            }
+        }
+        pending.push(one);
+        false
+    }
+
+    /// Takes the candidate's place and places those who were in its way.
+    fn displace(
+        &mut self,
+        one: Pending<'r>,
+        candidate: &Candidate,
+        pending: &mut Vec<Pending<'r>>,
+        budget: u32,
+    ) -> bool {
+        let Candidate { node, place, in_the_way, .. } = candidate;
+        let before = self.fleet.gpus(*node).to_vec();
+        let (waiting, moved) = (pending.len(), self.evicted.len());
+        for &id in in_the_way {
+            let Some(tenant) = self.tenants.leave(id) else { continue };
+            self.fleet.put_back(tenant.asked, *node, &tenant.place);
+            pending.push((Some(id), tenant.asked));
+            self.evicted.push((id, tenant));
+        }
+        // The largest is placed first.
+        pending[waiting..].sort_by_key(|(_, asked)| self.fleet.least_slices(asked.shape));
+        self.fleet.take(one.1, *node, place);
+        self.placed.push((one, *node, Rc::clone(place)));
+        let mut rest = pending.clone();
+        let done = self.place(&mut rest, budget - in_the_way.len() as u32);
+        pending.truncate(waiting);
+        self.fleet.undo(*node, &before, one.1.pod, -1);
+        for (id, tenant) in self.evicted.split_off(moved) {
+            self.fleet.use_resources(tenant.asked.pod, *node, 1);
+            self.tenants.put(id, tenant);
+        }
+        if !done {
+            self.placed.pop();
+        }
+        done
+    }
+
+    /// Places that somebody would have if at most so many tenants gave way, the most promising first. Of places that
+    /// are alike in everything that matters only one is listed.
+    fn candidates(&mut self, asked: Numbered<'r>, budget: u32) -> Vec<Candidate> {
+        let mut candidates = Vec::new();
+        let mut seen = HashSet::new();
+        for node in 0..self.fleet.nodes() {
+            let here = if self.fleet.is_single(asked.shape) {
+                self.on_one_gpu(asked, node, budget, &mut seen)
+            } else {
+                self.on_one_node(asked, node, budget)
+            };
+            candidates.extend(here);
+        }
+        candidates.sort_by_key(|c| (c.in_the_way.len(), c.price, c.slices, c.place.cost, c.node));
+        candidates
+    }
+
+    /// For a request of one device: every placement of every GPU, with those whom it overlaps.
+    fn on_one_gpu(
+        &mut self,
+        asked: Numbered<'r>,
+        node: NodeIndex,
+        budget: u32,
+        seen: &mut HashSet<Likeness>,
+    ) -> Vec<Candidate> {
+        let mut candidates = Vec::new();
+        for gpu in 0..self.fleet.gpus(node).len() {
+            self.work = self.work.saturating_sub(1);
+            let there = self.tenants.on(node, gpu).to_vec();
+            if there.is_empty() {
+                continue;
+            }
+            for (alternative, device) in self.fleet.devices(asked, node, gpu) {
+                let in_the_way: Vec<TenantId> =
+                    there.iter().copied().filter(|&id| self.overlaps(id, gpu, device)).collect();
+                if in_the_way.is_empty() || in_the_way.len() > budget as usize {
+                    continue;
+                }
+                let likeness = (self.fleet.gpus(node)[gpu], device, self.kinds(&in_the_way));
+                if seen.contains(&likeness) {
+                    continue;
+                }
+                if let Some(candidate) = self.candidate(asked, node, in_the_way, |fleet| {
+                    fleet.offer(asked, node, gpu, alternative, device)
+                }) {
+                    seen.insert(likeness);
+                    candidates.push(candidate);
+                }
+            }
+        }
+        candidates
+    }
+
+    /// For a request of several devices: every set of tenants of the node.
+    fn on_one_node(&mut self, asked: Numbered<'r>, node: NodeIndex, budget: u32) -> Vec<Candidate> {
+        let gpus = 0..self.fleet.gpus(node).len();
+        let mut there: Vec<TenantId> = gpus.flat_map(|gpu| self.tenants.on(node, gpu).to_vec()).collect();
+        there.sort_unstable();
+        there.dedup();
+        there.retain(|&id| self.tenants.get(id).is_some_and(|tenant| tenant.price.is_some()));
+        let mut candidates = Vec::new();
+        let mut set: Vec<usize> = Vec::new();
+        // Sets in the order of their size: the smallest that make room, and none that has one of them in it.
+        for size in 1..=(budget as usize).min(there.len()) {
+            set.clear();
+            set.extend(0..size);
+            loop {
+                if self.work == 0 || candidates.len() > 8 {
+                    return candidates;
+                }
+                self.work = self.work.saturating_sub(self.fleet.gpus(node).len() as u64);
+                let in_the_way = set.iter().map(|&i| there[i]).collect();
+                candidates
+                    .extend(self.candidate(asked, node, in_the_way, |fleet| fleet.place_on(asked, node)));
+                let Some(turn) = (0..size).rev().find(|&i| set[i] < there.len() - size + i) else { break };
+                set[turn] += 1;
+                for i in turn + 1..size {
+                    set[i] = set[i - 1] + 1;
+                }
+            }
+            if !candidates.is_empty() {
+                break;
+            }
+        }
+        candidates
+    }
+
+    /// The candidate, if its place is free once these are gone and the node can take the pod.
+    fn candidate(
+        &mut self,
+        asked: Numbered<'r>,
+        node: NodeIndex,
+        in_the_way: Vec<TenantId>,
+        place: impl FnOnce(&mut Fleet<'_>) -> Option<Rc<Solution>>,
+    ) -> Option<Candidate> {
+        let before = self.fleet.gpus(node).to_vec();
+        let (mut price, mut slices) = (0u32, 0);
+        let mut gone = Vec::new();
+        for &id in &in_the_way {
+            let tenant = self.tenants.get(id)?;
+            let (asked, place) = (tenant.asked, Rc::clone(&tenant.place));
+            price = price.saturating_add(tenant.price?);
+            slices += self.fleet.least_slices(asked.shape);
+            gone.push((asked, place));
+        }
+        for (asked, place) in &gone {
+            self.fleet.put_back(*asked, node, place);
+        }
+        let place = self.fleet.fits(node, asked).then(|| place(self.fleet)).flatten();
+        self.fleet.undo(node, &before, asked.pod, 0);
+        for (asked, _) in &gone {
+            self.fleet.use_resources(asked.pod, node, 1);
+        }
+        place.map(|place| Candidate { node, place, in_the_way, price, slices })
+    }
+
+    fn overlaps(&self, id: TenantId, gpu: GpuIndex, device: Device) -> bool {
+        let Some(tenant) = self.tenants.get(id) else { return false };
+        let geometry = self.fleet.state(tenant.node, gpu).geometry;
+        let of = |device: Device| match device {
+            Device::Whole => u64::MAX,
+            Device::Instance { profile, start } => geometry.map_or(u64::MAX, |g| {
+                slices(start, self.fleet.catalog.geometries()[g].profiles[profile].size)
+            }),
+        };
+        let here = tenant.place.devices.iter().filter(|chosen| chosen.gpu == gpu);
+        here.into_iter().any(|chosen| of(chosen.offer.device) & of(device) != 0)
+    }
+
+    fn kinds(&self, tenants: &[TenantId]) -> Vec<(ShapeId, PodId, Option<u32>)> {
+        let of = |&id: &TenantId| {
+            self.tenants.get(id).map(|tenant| (tenant.asked.shape, tenant.asked.pod, tenant.price))
+        };
+        let mut kinds: Vec<_> = tenants.iter().filter_map(of).collect();
+        kinds.sort_unstable();
+        kinds
+    }
+
+    fn room(&mut self) -> Room {
+        let mut moves = Vec::new();
+        let mut of_request = None;
+        for ((tenant, _), node, place) in self.placed.drain(..) {
+            match tenant {
+                Some(tenant) => moves.push(Move { tenant, node, place }),
+                None => of_request = Some((node, place)),
+            }
+        }
+        // The last that was displaced went to free room: its place is there before the others'.
+        moves.reverse();
+        let (node, place) = of_request.unwrap_or_default();
+        Room { moves, node, place }
+    }
+}
+
+/// What makes two places alike: the GPU's state, the device, and the kinds of those in the way.
+type Likeness = (StateId, Device, Vec<(ShapeId, PodId, Option<u32>)>);
