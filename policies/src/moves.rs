@@ -77,13 +77,16 @@ impl<'r> Tenants<'r> {
     }
 }
 
+/// With up to so many moves all chains of displacement are looked at.
+const EXHAUSTIVE: u32 = 2;
+
 /// How far the search goes.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Most moves.
     pub moves: u32,
-    /// Most places looked at in turn of which those in the way may displace others again. Places from which everybody
-    /// goes to free room are all looked at.
+    /// Beyond two moves: most places, in turn, from which those in the way may displace others again. Places from which
+    /// everybody goes to free room are all looked at.
     pub width: u32,
     /// Most GPUs looked at, over all. Counted, not timed: the same input gives the same answer on any machine.
     pub work: u64,
@@ -134,12 +137,14 @@ pub fn make_room<'r>(
         fleet,
         tenants,
         limits,
+        moves: 0,
         work: limits.work,
         cut: false,
         placed: Vec::new(),
         evicted: Vec::new(),
     };
     for moves in 1..=limits.moves {
+        search.moves = moves;
         if search.place(&mut vec![(None, asked)], moves) {
             return Outcome::Found(search.room());
         }
@@ -174,6 +179,8 @@ struct Search<'s, 'a, 'r> {
     fleet: &'s mut Fleet<'a>,
     tenants: &'s mut Tenants<'r>,
     limits: Limits,
+    /// Most moves at present.
+    moves: u32,
     work: u64,
     /// Something was left out.
     cut: bool,
@@ -219,7 +226,7 @@ impl<'r> Search<'_, '_, 'r> {
             for candidate in self.candidates(one.1, budget) {
                 if (candidate.in_the_way.len() as u32) < budget {
                     chains += 1;
-                    if chains > self.limits.width {
+                    if self.moves > EXHAUSTIVE && chains > self.limits.width {
                         self.cut = true;
                         continue;
                     }
