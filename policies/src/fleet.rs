@@ -247,9 +247,18 @@ impl<'a> Fleet<'a> {
 
     /// Whether the node can take the pod, GPUs aside.
     pub fn fits(&self, node: NodeIndex, asked: Numbered<'_>) -> bool {
+        self.fits_without(node, asked, &[])
+    }
+
+    /// Whether the node could take the pod, GPUs aside, if pods like these left it.
+    pub fn fits_without(&self, node: NodeIndex, asked: Numbered<'_>, gone: &[PodId]) -> bool {
         let (pod, free) = (&self.pods[asked.pod], &self.nodes[node].free_milli);
+        let freed = |id: ResourceId| -> i128 {
+            let of = |&pod: &PodId| self.pods[pod].milli.iter().filter(|(_, other, _)| *other == id);
+            gone.iter().flat_map(of).map(|(_, _, needs)| needs).sum()
+        };
         let enough = |&(_, id, needs): &(_, ResourceId, i128)| {
-            free.get(id).copied().flatten().is_some_and(|free| free >= needs)
+            free.get(id).copied().flatten().is_some_and(|free| free >= needs || free + freed(id) >= needs)
         };
         pod.unsuitable[node].is_none() && pod.milli.iter().all(enough) && !asked.request.avoid.contains(&node)
     }
@@ -358,19 +367,33 @@ impl<'a> Fleet<'a> {
         devices
     }
 
-    /// The place that has exactly this device, if the GPU can give it.
+    /// The place that has exactly this device, if the GPU, in this state, can give it.
     pub fn offer(
         &mut self,
         asked: Numbered<'_>,
-        node: NodeIndex,
+        state: StateId,
         gpu: GpuIndex,
         alternative: usize,
         device: Device,
     ) -> Option<Rc<Solution>> {
         let want = self.shapes[asked.shape].wants[0][alternative];
-        let offers = self.catalog.offers(self.nodes[node].gpus[gpu], want);
+        let offers = self.catalog.offers(state, want);
         let offer = offers.iter().find(|offer| offer.device == device)?;
         Some(Rc::new(single(alternative, gpu, *offer)))
+    }
+
+    /// Whether a GPU in the state has something for a request of one device.
+    pub fn offers_any(&mut self, asked: Numbered<'_>, state: StateId) -> bool {
+        let alternatives = 0..self.shapes[asked.shape].wants[0].len();
+        alternatives.into_iter().any(|alternative| {
+            let want = self.shapes[asked.shape].wants[0][alternative];
+            !self.catalog.offers(state, want).is_empty()
+        })
+    }
+
+    /// Whether a request of one device has a place.
+    pub fn has_room(&mut self, asked: Numbered<'_>) -> bool {
+        self.best_single(asked).is_some()
     }
 
     /// The best place on the node.

@@ -291,6 +291,10 @@ impl<'r> Search<'_, '_, 'r> {
             };
             candidates.extend(here);
         }
+        candidates.retain(|candidate| {
+            // If nobody else may be displaced, each of those in the way needs free room.
+            (candidate.in_the_way.len() as u32) < budget || self.all_have_room(candidate)
+        });
         candidates.sort_by_key(|c| (c.in_the_way.len(), c.price, c.slices, c.place.cost, c.node));
         candidates
     }
@@ -320,9 +324,7 @@ impl<'r> Search<'_, '_, 'r> {
                 if seen.contains(&likeness) {
                     continue;
                 }
-                if let Some(candidate) = self.candidate(asked, node, in_the_way, |fleet| {
-                    fleet.offer(asked, node, gpu, alternative, device)
-                }) {
+                if let Some(candidate) = self.instead_of(asked, node, gpu, alternative, device, in_the_way) {
                     seen.insert(likeness);
                     candidates.push(candidate);
                 }
@@ -365,6 +367,34 @@ impl<'r> Search<'_, '_, 'r> {
         candidates
     }
 
+    /// The candidate that has exactly this device, if it is free once these are gone and the node can take the pod.
+    fn instead_of(
+        &mut self,
+        asked: Numbered<'r>,
+        node: NodeIndex,
+        gpu: GpuIndex,
+        alternative: usize,
+        device: Device,
+        in_the_way: Vec<TenantId>,
+    ) -> Option<Candidate> {
+        let mut state = self.fleet.gpus(node)[gpu];
+        let (mut price, mut slices, mut pods) = (0u32, 0, Vec::with_capacity(in_the_way.len()));
+        for &id in &in_the_way {
+            let tenant = self.tenants.get(id)?;
+            price = price.saturating_add(tenant.price?);
+            slices += self.fleet.least_slices(tenant.asked.shape);
+            pods.push(tenant.asked.pod);
+            for chosen in tenant.place.devices.iter().filter(|chosen| chosen.gpu == gpu) {
+                state = self.fleet.catalog.returned(state, chosen.offer.device);
+            }
+        }
+        if !self.fleet.fits_without(node, asked, &pods) {
+            return None;
+        }
+        let place = self.fleet.offer(asked, state, gpu, alternative, device)?;
+        Some(Candidate { node, place, in_the_way, price, slices })
+    }
+
     /// The candidate, if its place is free once these are gone and the node can take the pod.
     fn candidate(
         &mut self,
@@ -392,6 +422,19 @@ impl<'r> Search<'_, '_, 'r> {
             self.fleet.use_resources(asked.pod, node, 1);
         }
         place.map(|place| Candidate { node, place, in_the_way, price, slices })
+    }
+
+    /// Whether each of those in the way, by itself, finds free room: anywhere now, or afterwards where it was. One that has
+    /// several devices counts as if it did.
+    fn all_have_room(&mut self, candidate: &Candidate) -> bool {
+        candidate.in_the_way.iter().all(|id| {
+            let Some(asked) = self.tenants.get(*id).map(|tenant| tenant.asked) else { return false };
+            let afterwards = candidate.place.devices.iter().map(|chosen| chosen.offer.after);
+            !self.fleet.is_single(asked.shape)
+                || candidate.place.devices.len() > 1
+                || afterwards.into_iter().any(|state| self.fleet.offers_any(asked, state))
+                || self.fleet.has_room(asked)
+        })
     }
 
     fn overlaps(&self, id: TenantId, gpu: GpuIndex, device: Device) -> bool {
