@@ -17,6 +17,7 @@ use kerf_crds::gpu_node::{
     Profile, Reason,
 };
 
+use crate::hardware::{Code, Failure};
 use crate::inventory::{Gpu, Instance};
 use crate::prepared::{DeviceKey, PreparedClaims, holders, holders_of_exactly};
 
@@ -406,9 +407,11 @@ impl Planner<'_> {
             if self.failed(instance) && self.unused(instance) && (half_made || !wanted.claimed) {
                 return take_down(instance);
             }
-            return match half_made && !instance.foreign {
-                true => Step::CreateComputeInstance { instance: target(instance) },
-                false => Step::Nothing,
+            return match instance.compute_instances.as_slice() {
+                _ if instance.foreign => Step::Nothing,
+                [] => Step::CreateComputeInstance { instance: target(instance) },
+                [one] if one.full_width && one.uuid.is_empty() => self.without_device(instance),
+                _ => Step::Nothing,
             };
         }
         let Some(profile) = self.geometry.profile(&wanted.profile) else {
@@ -430,6 +433,14 @@ impl Planner<'_> {
             return blocked(problem_reason::OVERLAP, format!("{wanted} and {other} are both wanted"));
         }
         self.make(wanted, profile)
+    }
+
+    /// It has its compute instance, and NVML's list of MIG devices leaves it out: no pod can use it.
+    fn without_device(&self, instance: &Instance) -> Step {
+        let failure = Failure { call: "nvmlDeviceGetMigDeviceHandleByIndex", code: Code::NOT_FOUND };
+        let gpu = &self.observed.gpu.uuid;
+        let message = format!("{failure} for {} on {gpu}, which has its compute instance", target(instance));
+        blocked(&failure.code.name(), message)
     }
 
     /// Another wanted instance on the same slices. Warm ones have already given way.

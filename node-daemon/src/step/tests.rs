@@ -359,6 +359,20 @@ fn a_failed_instance_stays_while_somebody_has_it_or_only_a_reset_would_help() {
 }
 
 #[test]
+fn an_instance_that_the_driver_shows_no_device_of_is_waited_for_and_named() {
+    let mut unseen = instance("2g.20gb", 2);
+    unseen.compute_instances[0].uuid.clear();
+    let gpu = with(vec![unseen]);
+    for wanted in [claim("2g.20gb", 2), warm("2g.20gb", 2)] {
+        let named = "nvmlDeviceGetMigDeviceHandleByIndex";
+        assert_blocked(step(&gpu, std::slice::from_ref(&wanted)), "NOT_FOUND", named);
+        assert_blocked(step(&gpu, &[wanted]), "NOT_FOUND", "2g.20gb at 2:2 (GPU instance 22) on GPU-1");
+    }
+    assert_eq!(step(&gpu, &[]), Step::Nothing, "nobody misses it");
+    assert_eq!(step(&gpu, &[claim("3g.40gb", 0)]), destroy_compute("2g.20gb", 2), "nor can it be in use");
+}
+
+#[test]
 fn a_gpu_that_is_not_ours_or_has_failed_is_left_as_it_is() {
     let reason = Some(Reason { reason: "X".into(), message: "x".into() });
     let wanted = [claim("3g.40gb", 0)];
