@@ -5,10 +5,11 @@
 //!
 //! Invariants, whatever is wanted (property tests in [`tests`]):
 //! - nothing in use, nothing foreign and nothing wanted is destroyed (a warm instance that stands in a claim's way is
-//!   not wanted);
+//!   not wanted, nor is a failed one that no claim has);
 //! - nothing is created over something that exists;
 //! - with nothing in use, repeated steps end, and then every wanted partition that can exist does;
-//! - idle instances that are in nobody's way stay, for reuse.
+//! - idle instances that are in nobody's way stay, for reuse; failed ones go, as their end ends the failure and frees
+//!   the slices. Where the driver asks for a reset of the GPU, only that does.
 
 use kerf_crds::conditions::{problem_reason, unmanaged_reason};
 use kerf_crds::gpu_node::{
@@ -16,6 +17,7 @@ use kerf_crds::gpu_node::{
     Profile, Reason,
 };
 
+use crate::hardware::{Code, Failure};
 use crate::inventory::{Gpu, Instance};
 use crate::prepared::{DeviceKey, PreparedClaims, holders, holders_of_exactly};
 
@@ -229,6 +231,8 @@ pub fn next_step(desired: Desired<'_>, observed: Observed<'_>) -> Step {
 struct Wanted {
     profile: String,
     placement: Placement,
+    /// Somebody's; else a policy's.
+    claimed: bool,
     /// Kept ready for nobody in particular.
     warm: bool,
     /// A hole: kept free, not filled.
@@ -242,7 +246,7 @@ impl std::fmt::Display for Wanted {
 }
 
 impl Wanted {
-    /// The wanted instances of a GPU, each place once, claims' and static ones before warm ones.
+    /// The wanted instances of a GPU, each place once, claims' before static ones before warm ones.
     fn on(gpu: &Gpu, partitions: &[Partition]) -> Vec<Wanted> {
         let mut list: Vec<Wanted> = partitions
             .iter()
@@ -252,12 +256,13 @@ impl Wanted {
                 Some(Wanted {
                     profile: instance.profile.clone(),
                     placement: instance.placement,
+                    claimed: matches!(&partition.owner, Owner::Claim(_)),
                     warm: matches!(&partition.owner, Owner::Policy(owner) if owner.kind == PolicyInstance::Warm),
                     hole: matches!(&partition.owner, Owner::Reservation(_)),
                 })
             })
             .collect();
-        list.sort_by_key(|wanted| (wanted.warm, wanted.hole, wanted.placement));
+        list.sort_by_key(|wanted| (wanted.warm, wanted.hole, !wanted.claimed, wanted.placement));
         let mut unique: Vec<Wanted> = Vec::new();
         for wanted in list {
             let again = |other: &Wanted| {
@@ -380,12 +385,16 @@ impl Planner<'_> {
         first_blocked.unwrap_or(Step::Nothing)
     }
 
-    /// A GPU instance without compute instance that nobody wants: left by a crash between two steps.
+    /// An instance that nobody wants and nobody could use: without compute instance, left by a crash between two steps,
+    /// or failed.
     fn leftover(&self) -> Option<Step> {
         let gpu = self.observed.gpu;
         gpu.instances
             .iter()
-            .filter(|instance| instance.compute_instances.is_empty() && self.removable(instance, false))
+            .filter(|instance| {
+                self.removable(instance, false)
+                    && (instance.compute_instances.is_empty() || self.failed(instance))
+            })
             .map(take_down)
             .find(|step| !self.observed.passed_over.contains(step))
     }
@@ -393,9 +402,16 @@ impl Planner<'_> {
     fn toward(&self, wanted: &Wanted) -> Step {
         let gpu = self.observed.gpu;
         if let Some(instance) = gpu.instances.iter().find(|instance| wanted.is(instance)) {
-            return match instance.compute_instances.is_empty() && !instance.foreign {
-                true => Step::CreateComputeInstance { instance: target(instance) },
-                false => Step::Nothing,
+            let half_made = instance.compute_instances.is_empty();
+            // A claim that was given it keeps it; half made it is nobody's yet.
+            if self.failed(instance) && self.unused(instance) && (half_made || !wanted.claimed) {
+                return take_down(instance);
+            }
+            return match instance.compute_instances.as_slice() {
+                _ if instance.foreign => Step::Nothing,
+                [] => Step::CreateComputeInstance { instance: target(instance) },
+                [one] if one.full_width && one.uuid.is_empty() => self.without_device(instance),
+                _ => Step::Nothing,
             };
         }
         let Some(profile) = self.geometry.profile(&wanted.profile) else {
@@ -417,6 +433,14 @@ impl Planner<'_> {
             return blocked(problem_reason::OVERLAP, format!("{wanted} and {other} are both wanted"));
         }
         self.make(wanted, profile)
+    }
+
+    /// It has its compute instance, and NVML's list of MIG devices leaves it out: no pod can use it.
+    fn without_device(&self, instance: &Instance) -> Step {
+        let failure = Failure { call: "nvmlDeviceGetMigDeviceHandleByIndex", code: Code::NOT_FOUND };
+        let gpu = &self.observed.gpu.uuid;
+        let message = format!("{failure} for {} on {gpu}, which has its compute instance", target(instance));
+        blocked(&failure.code.name(), message)
     }
 
     /// Another wanted instance on the same slices. Warm ones have already given way.
@@ -491,10 +515,19 @@ impl Planner<'_> {
     fn removable(&self, instance: &Instance, firm: bool) -> bool {
         let wanted =
             self.wanted.iter().any(|wanted| !wanted.hole && wanted.is(instance) && !(firm && wanted.warm));
+        !wanted && self.unused(instance)
+    }
+
+    /// Ours and idle.
+    fn unused(&self, instance: &Instance) -> bool {
         !instance.foreign
-            && !wanted
             && instance.processes.is_empty()
             && holders(self.observed.prepared, &self.key(instance)).is_empty()
+    }
+
+    /// Whether it has failed, and its end would end that.
+    fn failed(&self, instance: &Instance) -> bool {
+        instance.unhealthy.is_some() && self.observed.gpu.recovery_needed != Some(true)
     }
 
     /// Whether the engines that GPU instances share out suffice for one more of this profile beside the instances that

@@ -178,7 +178,6 @@ impl Worker {
         {
             gpu.unmanaged = Some(reason.clone());
         }
-        let blocked = blocked.or_else(|| without_device(&gpu));
         self.publish(gpu);
         let now = Instant::now();
         let ready =
@@ -445,20 +444,6 @@ impl Worker {
             }
         }
     }
-}
-
-/// An instance of ours with its compute instance that NVML's list of MIG devices leaves out: no pod can use it.
-fn without_device(gpu: &Gpu) -> Option<Reason> {
-    let instance = gpu.instances.iter().find(|instance| {
-        !instance.foreign
-            && matches!(instance.compute_instances.as_slice(), [one] if one.full_width && one.uuid.is_empty())
-    })?;
-    let failure = Failure { call: "nvmlDeviceGetMigDeviceHandleByIndex", code: Code::NOT_FOUND };
-    let message = format!(
-        "{failure} for {} (GPU instance {}) on {}, which has its compute instance",
-        instance.profile, instance.gpu_instance_id, gpu.uuid
-    );
-    Some(Reason { reason: failure.code.name().into_owned(), message })
 }
 
 /// Why a GPU is not Kerf's, the node's reason before the GPU's own.

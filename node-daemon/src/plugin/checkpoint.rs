@@ -94,13 +94,13 @@ impl Checkpoint {
         crate::cdi::remove_file(&self.path(claim_uid)?)
     }
 
-    /// UIDs of the claims that were last prepared before the present boot, or nobody knows when. No container of that
-    /// time runs any more.
+    /// UIDs of the claims that were last prepared before the present boot: no container of that time runs any more. Those
+    /// of which nobody knows when are not among them.
     pub fn from_earlier_boots(&self) -> io::Result<Vec<String>> {
         let (records, _) = self.records()?;
         Ok(records
             .into_iter()
-            .filter(|(_, record)| record.boot_id != self.boot_id)
+            .filter(|(_, record)| !record.boot_id.is_empty() && record.boot_id != self.boot_id)
             .map(|(uid, _)| uid)
             .collect())
     }
@@ -211,6 +211,7 @@ mod tests {
         before.write(&prepared("a")).unwrap();
         let (after, _) = Checkpoint::open(directory.path(), "boot-2", &cdi).unwrap();
         after.write(&prepared("b")).unwrap();
+        after.restore(&prepared("c")).unwrap();
         assert_eq!(after.from_earlier_boots().unwrap(), ["a"]);
     }
 

@@ -12,6 +12,10 @@
 //!   is prepared, and forgotten in the opposite order. So whatever a crash leaves, a device in a container's hands is in
 //!   at least one of the three, and [`Checkpoint::open`] restores the others from it.
 //! - What is prepared stays prepared without the API server; only a claim's first Prepare reads it there.
+//! - A claim is forgotten at kubelet's Unprepare. What a kubelet that lost its state leaves behind is taken back when the
+//!   API server has said twice, ten minutes apart, that the claim is gone, and both times a kubelet was registered (one
+//!   that knew the claim would have taken it back) and no process was on its devices. For what was prepared before the
+//!   node booted once is enough. An API server that does not answer says nothing.
 //! - Kubernetes checks neither node nor double use: [`authorize()`] does.
 
 mod authorize;

@@ -12,15 +12,16 @@ use super::authorize::{claim_name, confirm};
 use super::checkpoint::Checkpoint;
 use super::prepare::{Failure, Preparer};
 use crate::inventory::Inventory;
-use crate::node::NodeState;
+use crate::node::{Kubelet, NodeState};
 use crate::prepared::{DeviceKey, Prepared, PreparedClaims, PreparedDevice};
 
 /// How often a toolkit that is missing is looked for.
 const TOOLKIT_AGAIN: Duration = Duration::from_secs(60);
 
-/// First look for claims that a reboot left behind: kubelet, which takes back most of them itself, comes first.
+/// First look for claims that nobody takes back: kubelet, which takes back most of them itself, comes first.
 const STALE_FIRST: Duration = Duration::from_secs(120);
-/// While there are some, further looks.
+/// Further looks. In this time a kubelet that knows a claim takes it back: it ends the containers of pods that are gone
+/// from the API server, and looks for claims without pods every minute.
 const STALE_AGAIN: Duration = Duration::from_secs(600);
 
 /// The prepared claims that the last report knew of: what is left when both checkpoint and CDI specs are lost. The
@@ -149,44 +150,60 @@ impl Preparer {
         confirm(record, &self.state.node_name, None, inventory).is_ok_and(|devices| devices != record.devices)
     }
 
-    /// Takes back claims from before the present boot that are gone from the API server, and that kubelet has not taken
-    /// back (its own state was lost, or the claims are from a report that was out of date). Nothing of that time runs
-    /// any more, so nobody can be using them.
+    /// Takes back claims that are gone from the API server and that kubelet has not taken back: its own state was lost,
+    /// as when a node leaves the cluster and joins again.
     pub(super) async fn release_stale(&self) {
         tokio::time::sleep(STALE_FIRST).await;
+        let mut suspects = BTreeSet::new();
         loop {
-            match self.checkpoint.from_earlier_boots() {
-                Ok(stale) if stale.is_empty() => return,
-                Ok(stale) => {
-                    for uid in stale {
-                        self.release_if_stale(&uid).await;
-                    }
-                }
-                Err(error) => tracing::warn!("cannot look for claims from before the last boot: {error}"),
-            }
+            suspects = self.look_for_stale(&suspects).await;
             tokio::time::sleep(STALE_AGAIN).await;
         }
     }
 
-    pub(super) async fn release_if_stale(&self, uid: &str) {
-        let Some(record) = self.state.prepared.snapshot().get(uid).cloned() else { return };
-        let claim = match (self.reader)(record.claim.namespace.clone(), record.claim.name.clone()).await {
-            Ok(claim) => claim.filter(|claim| claim.metadata.uid.as_deref() == Some(uid)),
+    /// One look. A claim is taken back if the API server says that it has no device here, no process is on its devices,
+    /// and it was last prepared before the present boot, as nothing of that time runs any more; or if all that was so at
+    /// the last look too, which `suspects` says, and kubelet was there both times. Returns the next look's suspects.
+    pub(super) async fn look_for_stale(&self, suspects: &BTreeSet<String>) -> BTreeSet<String> {
+        let of_earlier_boots = self.checkpoint.from_earlier_boots().unwrap_or_else(|error| {
+            tracing::warn!("cannot look for claims from before the last boot: {error}");
+            Vec::new()
+        });
+        let mut next = BTreeSet::new();
+        for (uid, record) in self.state.prepared.snapshot().iter() {
+            // Most claims are in use, and the API server need not be asked for them.
+            if self.used(record) || !self.is_gone(record).await {
+                continue;
+            }
+            let kubelet_is_there = *self.state.kubelet.borrow() == Kubelet::Registered;
+            if of_earlier_boots.contains(uid) || kubelet_is_there && suspects.contains(uid) {
+                self.take_back(record).await;
+            } else if kubelet_is_there {
+                next.insert(uid.clone());
+            }
+        }
+        next
+    }
+
+    /// Whether the API server says that the claim is no more, or has no device here.
+    async fn is_gone(&self, record: &Prepared) -> bool {
+        let ClaimReference { namespace, name, uid } = &record.claim;
+        let claim = match (self.reader)(namespace.clone(), name.clone()).await {
+            Ok(claim) => claim.filter(|claim| claim.metadata.uid.as_ref() == Some(uid)),
             Err(error) => {
                 tracing::warn!(claim = %claim_name(&record.claim), uid, "cannot see whether the claim is still there: {error}");
-                return;
+                return false;
             }
         };
-        let still_ours =
-            claim.and_then(|claim| claim.status?.allocation?.devices?.results).is_some_and(|results| {
-                results.iter().any(|result| result.driver == DRIVER && result.pool == self.state.node_name)
-            });
-        if still_ours || self.used(&record) {
-            return;
-        }
-        tracing::info!(claim = %claim_name(&record.claim), uid, "taking back a claim from before the last boot that is gone");
+        let results = claim.and_then(|claim| claim.status?.allocation?.devices?.results).unwrap_or_default();
+        !results.iter().any(|result| result.driver == DRIVER && result.pool == self.state.node_name)
+    }
+
+    async fn take_back(&self, record: &Prepared) {
+        let (claim, uid) = (claim_name(&record.claim), &record.claim.uid);
+        tracing::info!(%claim, uid, "taking back a claim that is gone");
         if let Err(error) = self.unprepare(uid).await {
-            tracing::warn!(claim = %claim_name(&record.claim), uid, "cannot take the claim back: {error}");
+            tracing::warn!(%claim, uid, "cannot take the claim back: {error}");
         }
     }
 

@@ -1,6 +1,7 @@
 //! The plugin as kubelet meets it: over its sockets. The API server is a function, the hardware an inventory, the
 //! driver a directory.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -11,6 +12,7 @@ use k8s_openapi::api::resource::v1::ResourceClaim;
 use tokio::sync::watch;
 use tonic::transport::{Channel, Endpoint};
 
+use super::prepare::{ClaimLocks, Preparer};
 use super::proto::dra::dra_plugin_client::DraPluginClient;
 use super::proto::dra::{
     Claim, NodePrepareResourceResponse, NodePrepareResourcesRequest, NodeUnprepareResourcesRequest,
@@ -21,10 +23,10 @@ use super::proto::registration::InfoRequest;
 use super::proto::registration::registration_client::RegistrationClient;
 use super::testing::*;
 use super::*;
-use crate::cdi::CdiStore;
+use crate::cdi::{CdiStore, DriverFiles, Toolkit};
 use crate::config::Config;
 use crate::inventory::Inventory;
-use crate::node::{NodeState, SeenSpec};
+use crate::node::{Kubelet, NodeState, SeenSpec};
 use crate::prepared::PreparedClaims;
 
 /// What the stand-in for the API server answers.
@@ -114,6 +116,24 @@ impl Node {
         let (stop, stopped) = watch::channel(false);
         self.daemon = Some(Daemon { task: tokio::spawn(plugin.run(stopped)), stop });
         DraPluginClient::new(connect(&self.config.kubelet_plugins_dir.join("gpu.kerf.dev/dra.sock")).await)
+    }
+
+    /// What the plugin works with, for what it does beside answering kubelet.
+    fn preparer(&self, boot_id: &str) -> Preparer {
+        let (checkpoint, _) = Checkpoint::open(&self.config.state_dir, boot_id, &self.cdi()).unwrap();
+        let answer = self.answer.clone();
+        Preparer {
+            state: self.state.clone(),
+            checkpoint,
+            cdi: self.cdi(),
+            files: DriverFiles::from(&self.config),
+            toolkit: Arc::new(Toolkit::new(&self.config)),
+            reader: Arc::new(move |_, _| {
+                let answer = answer.lock().unwrap().clone();
+                Box::pin(async move { answer })
+            }),
+            locks: ClaimLocks::default(),
+        }
     }
 
     /// Ends it as a kill would: no more writes.
@@ -387,6 +407,66 @@ async fn what_only_the_report_knows_is_restored() {
     assert!(again.claims.contains_key("u"));
     assert_eq!(claims_in_status(&Default::default(), &status)["u"].devices[0].request, "");
     drop(node.directory);
+}
+
+#[tokio::test]
+async fn a_claim_that_kubelet_forgot_is_taken_back_when_it_is_gone_and_unused_at_two_looks() {
+    let mut node = Node::new();
+    node.ready();
+    let mut kubelet = node.start("boot-1", PATIENT).await;
+    prepare(&mut kubelet, "u").await;
+    let allocated = node.answer.lock().unwrap().clone();
+    node.kill().await;
+    let preparer = node.preparer("boot-1");
+    let (none, suspected) = (BTreeSet::new(), BTreeSet::from(["u".to_owned()]));
+    let is_kept = |after: BTreeSet<String>, why: &str| {
+        assert_eq!(after, none, "{why}");
+        assert!(node.state.prepared.snapshot().contains_key("u") && node.cdi().path("u").exists(), "{why}");
+    };
+    node.state.kubelet.send_replace(Kubelet::Registered);
+
+    is_kept(preparer.look_for_stale(&suspected).await, "the claim is there");
+    node.answer(Err(ReadError("away".into())));
+    is_kept(preparer.look_for_stale(&suspected).await, "nobody knows");
+    node.answer(Ok(None));
+    let mut used = inventory();
+    used.gpus[0].instances[1].processes = vec![crate::inventory::Process::default()];
+    node.see(used);
+    is_kept(preparer.look_for_stale(&suspected).await, "a process is there");
+    node.see(Inventory { unavailable: Some(Default::default()), ..inventory() });
+    is_kept(preparer.look_for_stale(&suspected).await, "nobody sees whether one is there");
+    node.see(inventory());
+    node.state.kubelet.send_replace(Kubelet::Unheard);
+    is_kept(preparer.look_for_stale(&suspected).await, "kubelet may still come and ask");
+    node.state.kubelet.send_replace(Kubelet::Registered);
+
+    let another = claim("another", &[("r", DEVICE_1G)]);
+    let mut free = allocated.unwrap().unwrap();
+    free.status.as_mut().unwrap().allocation = None;
+    for gone in [None, Some(another), Some(free)] {
+        node.answer(Ok(gone));
+        assert_eq!(preparer.look_for_stale(&none).await, suspected);
+        assert!(node.state.prepared.snapshot().contains_key("u"), "once is not enough");
+    }
+    assert_eq!(preparer.look_for_stale(&suspected).await, none);
+    assert!(node.state.prepared.snapshot().is_empty());
+    assert!(!node.cdi().path("u").exists() && !node.config.state_dir.join("prepared/u.json").exists());
+    preparer.unprepare("u").await.expect("kubelet may still ask");
+}
+
+#[tokio::test]
+async fn a_claim_of_an_earlier_boot_that_is_gone_is_taken_back_at_once() {
+    let mut node = Node::new();
+    node.ready();
+    let mut kubelet = node.start("boot-1", PATIENT).await;
+    prepare(&mut kubelet, "u").await;
+    node.kill().await;
+    let preparer = node.preparer("boot-2");
+    assert!(preparer.look_for_stale(&BTreeSet::new()).await.is_empty());
+    assert!(node.state.prepared.snapshot().contains_key("u"), "the claim is there");
+    node.answer(Ok(None));
+    preparer.look_for_stale(&BTreeSet::new()).await;
+    assert!(node.state.prepared.snapshot().is_empty());
 }
 
 #[tokio::test]

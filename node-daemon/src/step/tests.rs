@@ -113,6 +113,11 @@ fn half(instance: Instance) -> Instance {
     Instance { compute_instances: vec![], ..instance }
 }
 
+fn failed(instance: Instance) -> Instance {
+    let why = Reason { reason: "Xid94".into(), message: "contained error".into() };
+    Instance { unhealthy: Some(why), ..instance }
+}
+
 fn foreign(instance: Instance) -> Instance {
     Instance { foreign: true, ..instance }
 }
@@ -321,6 +326,53 @@ fn a_half_made_instance_is_finished_if_wanted_and_else_removed() {
 }
 
 #[test]
+fn a_failed_instance_that_nobody_uses_is_taken_down_and_made_anew_if_a_policy_wants_it() {
+    let whole = with(vec![instance("1g.10gb", 0), failed(instance("2g.20gb", 2))]);
+    let half_gone = with(vec![failed(half(instance("2g.20gb", 2)))]);
+    assert_eq!(step(&whole, &[]), destroy_compute("2g.20gb", 2));
+    assert_eq!(step(&half_gone, &[]), destroy("2g.20gb", 2));
+    for kind in [PolicyInstance::Static, PolicyInstance::Warm] {
+        let wanted = [of_policy("2g.20gb", 2, kind)];
+        assert_eq!(step(&whole, &wanted), destroy_compute("2g.20gb", 2));
+        assert_eq!(step(&half_gone, &wanted), destroy("2g.20gb", 2));
+        assert_eq!(step(&gpu(), &wanted), create("2g.20gb", 2));
+    }
+    // It was being taken down when the claim came.
+    assert_eq!(step(&half_gone, &[claim("2g.20gb", 2)]), destroy("2g.20gb", 2));
+}
+
+#[test]
+fn a_failed_instance_stays_while_somebody_has_it_or_only_a_reset_would_help() {
+    let alone = |instance| with(vec![instance]);
+    let idle = failed(instance("2g.20gb", 2));
+    let both = [of_policy("2g.20gb", 2, PolicyInstance::Static), claim("2g.20gb", 2)];
+    assert_eq!(step(&alone(idle.clone()), &both[1..]), Step::Nothing);
+    assert_eq!(step(&alone(idle.clone()), &both), Step::Nothing);
+    let held = prepared(&[("2g.20gb", 2)]);
+    for wanted in [&[][..], &both[..1]] {
+        assert_eq!(step_on(&alone(idle.clone()), &entry(), wanted, &held), Step::Nothing);
+        assert_eq!(step(&alone(running(idle.clone())), wanted), Step::Nothing);
+        assert_eq!(step(&alone(foreign(idle.clone())), wanted), Step::Nothing);
+        let reset_asked = Gpu { recovery_needed: Some(true), ..alone(idle.clone()) };
+        assert_eq!(step(&reset_asked, wanted), Step::Nothing);
+    }
+}
+
+#[test]
+fn an_instance_that_the_driver_shows_no_device_of_is_waited_for_and_named() {
+    let mut unseen = instance("2g.20gb", 2);
+    unseen.compute_instances[0].uuid.clear();
+    let gpu = with(vec![unseen]);
+    for wanted in [claim("2g.20gb", 2), warm("2g.20gb", 2)] {
+        let named = "nvmlDeviceGetMigDeviceHandleByIndex";
+        assert_blocked(step(&gpu, std::slice::from_ref(&wanted)), "NOT_FOUND", named);
+        assert_blocked(step(&gpu, &[wanted]), "NOT_FOUND", "2g.20gb at 2:2 (GPU instance 22) on GPU-1");
+    }
+    assert_eq!(step(&gpu, &[]), Step::Nothing, "nobody misses it");
+    assert_eq!(step(&gpu, &[claim("3g.40gb", 0)]), destroy_compute("2g.20gb", 2), "nor can it be in use");
+}
+
+#[test]
 fn a_gpu_that_is_not_ours_or_has_failed_is_left_as_it_is() {
     let reason = Some(Reason { reason: "X".into(), message: "x".into() });
     let wanted = [claim("3g.40gb", 0)];
@@ -424,7 +476,7 @@ struct World {
 }
 
 fn any_world() -> impl Strategy<Value = World> {
-    let there = prop::collection::vec((any_place(), 0..5_u8), 0..6);
+    let there = prop::collection::vec((any_place(), 0..7_u8), 0..6);
     let wanted = prop::collection::vec((any_place(), 0..5_u8), 0..5);
     let mode = (
         prop::sample::select(vec![DesiredMig::Enabled, DesiredMig::Disabled, DesiredMig::Keep]),
@@ -444,10 +496,11 @@ fn any_world() -> impl Strategy<Value = World> {
                     0 => running(plain),
                     1 => foreign(plain),
                     2 => half(plain),
-                    3 => {
+                    3 | 4 => {
                         held.push((place.profile.clone(), place.placement.start));
-                        plain
+                        if kind == 3 { plain } else { failed(plain) }
                     }
+                    5 => failed(plain),
                     _ => plain,
                 });
             }
@@ -485,13 +538,23 @@ impl World {
         !instance.processes.is_empty() || !holders(&self.prepared, &key).is_empty()
     }
 
+    fn claimed(&self, instance: &Instance) -> bool {
+        self.wanted_by(instance, |owner| matches!(owner, Owner::Claim(_)))
+    }
+
     /// Wanted by somebody who does not give way to a claim.
     fn firmly_wanted(&self, instance: &Instance) -> bool {
+        let fixed =
+            |owner: &Owner| matches!(owner, Owner::Policy(owner) if owner.kind == PolicyInstance::Static);
+        self.claimed(instance) || self.wanted_by(instance, fixed)
+    }
+
+    fn wanted_by(&self, instance: &Instance, whose: impl Fn(&Owner) -> bool) -> bool {
         self.partitions.iter().any(|partition| {
-            let firm = matches!(&partition.owner, Owner::Claim(_))
-                || matches!(&partition.owner, Owner::Policy(owner) if owner.kind == PolicyInstance::Static);
             let place = partition.instance.as_ref().unwrap();
-            firm && place.profile == instance.profile && place.placement == instance.placement
+            whose(&partition.owner)
+                && place.profile == instance.profile
+                && place.placement == instance.placement
         })
     }
 
@@ -510,7 +573,9 @@ impl World {
                 let hit = self.gpu.instances[position].clone();
                 prop_assert!(!hit.foreign, "destroys a foreign instance");
                 prop_assert!(!self.in_use(&hit), "destroys an instance in use");
-                prop_assert!(!self.firmly_wanted(&hit), "destroys a wanted instance");
+                let useless =
+                    hit.unhealthy.is_some() && (hit.compute_instances.is_empty() || !self.claimed(&hit));
+                prop_assert!(useless || !self.firmly_wanted(&hit), "destroys a wanted instance");
                 if matches!(step, Step::DestroyGpuInstance { .. }) {
                     prop_assert!(hit.compute_instances.is_empty());
                     self.gpu.instances.remove(position);
@@ -568,6 +633,11 @@ proptest! {
             prop_assert!(steps <= 64, "no end: {:?}", world);
         }
         prop_assert!(world.next().kind().is_none());
+        if world.gpu.mig.enabled && world.entry.mig != DesiredMig::Disabled {
+            for left in world.gpu.instances.iter().filter(|left| left.unhealthy.is_some()) {
+                prop_assert!(world.in_use(left) || world.claimed(left), "a failed instance keeps its slices");
+            }
+        }
     }
 
     /// With nothing in use and nothing foreign, everything that can exist together does in the end.

@@ -237,6 +237,40 @@ async fn an_xid_marks_what_it_is_about() {
 }
 
 #[tokio::test]
+async fn a_failed_instance_that_nobody_uses_gives_its_slices_back() {
+    let node = a100(1);
+    let daemon = node.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let entries = [managed(&gpu)];
+    let kept = claim(&gpu, "3g.40gb", 4, 4);
+    daemon.settle(1, &entries, &[claim(&gpu, "3g.40gb", 0, 4), kept.clone()]).await;
+    let (idle, used) = {
+        let made = node.sim.instances().unwrap();
+        let gi = |start| made.iter().find(|instance| instance.start == start).unwrap().gi;
+        (gi(0), gi(4))
+    };
+    // One of the claims ends. While a process is still there, the instance stays.
+    let process = node.sim.hold_as_process(0, Some((idle, 0)), std::process::id()).unwrap();
+    daemon.apply(2, &entries, std::slice::from_ref(&kept));
+    node.watches_xids(0).await;
+    for instance in [idle, used] {
+        node.sim.xid(0, Some(instance), 94).unwrap();
+    }
+    let failed =
+        |inventory: &Inventory| inventory.gpus[0].instances.iter().filter(|i| i.unhealthy.is_some()).count();
+    daemon.until("two unhealthy instances", |inventory| failed(inventory) == 2).await;
+    assert_eq!(node.layout(), ["0 3g.40gb@0", "0 3g.40gb@4"]);
+    drop(process);
+    let inventory = daemon.until("one instance", |inventory| inventory.gpus[0].instances.len() == 1).await;
+    assert_eq!(failed(&inventory), 1, "the one that a claim has stays");
+    assert_eq!(inventory.gpus[0].unhealthy, None);
+    // The same place again, and nothing is wrong there.
+    let inventory = daemon.settle(3, &entries, &[claim(&gpu, "3g.40gb", 0, 4), kept]).await;
+    assert_eq!(failed(&inventory), 1);
+    assert!(inventory.gpus[0].instances[0].unhealthy.is_none());
+}
+
+#[tokio::test]
 async fn xids_that_tell_nothing_new_make_no_rounds() {
     let node = a100(2);
     let mut daemon = node.start();

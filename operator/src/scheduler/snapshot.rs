@@ -292,6 +292,7 @@ fn instances(
             seen[entry] = true;
         }
         let state = match entry {
+            // A failed one that can be spared is gone from the report as soon as nobody uses it: the daemon takes it down.
             _ if instance.foreign || instance.in_use() || instance.unhealthy.is_some() => {
                 InstanceState::Taken
             }

@@ -26,12 +26,15 @@ use processes::{Memory, Process};
 /// Measures the path from a pod's creation to its start.
 #[derive(Debug, Parser)]
 struct Args {
-    /// Rounds of three pods.
+    /// Rounds of three pods; with none, only memory is looked at.
     #[arg(long, default_value_t = 200)]
     rounds: usize,
     /// GPU pods in all before the second look at memory; those that the rounds leave over run many at a time.
     #[arg(long, default_value_t = 1000)]
     pods: usize,
+    /// How often as many as the rounds leave over are run, each time with a look at memory: does it go on growing?
+    #[arg(long, default_value_t = 1)]
+    bursts: usize,
     /// Seconds of looking on while nothing happens.
     #[arg(long, default_value_t = 120)]
     idle: u64,
@@ -64,6 +67,11 @@ impl Kind {
         }
     }
 
+    /// Of its node.
+    fn gpus(self) -> usize {
+        if self == Self::Ready { 8 } else { 1 }
+    }
+
     /// The node of its pods: what is written there is theirs.
     fn node(self) -> &'static str {
         match self {
@@ -74,15 +82,18 @@ impl Kind {
     }
 }
 
+impl Args {
+    /// Pods without a GPU say nothing about memory.
+    fn kinds(&self) -> &'static [Kind] {
+        if self.rounds == 0 { &KINDS[1..] } else { &KINDS }
+    }
+}
+
 #[tokio::main]
 async fn main() -> Result<()> {
     let args = Args::parse();
-    let kerf = Kerf::start(KerfOptions::nodes(&[
-        (Kind::Plain.node(), "h100-80-sxm", 1),
-        (Kind::Ready.node(), "h100-80-sxm", 8),
-        (Kind::Made.node(), "h100-80-sxm", 1),
-    ]))
-    .await?;
+    let nodes = args.kinds().iter().map(|kind| (kind.node(), "h100-80-sxm", kind.gpus()));
+    let kerf = Kerf::start(KerfOptions::nodes(&nodes.collect::<Vec<_>>())).await?;
     let measured = measure(&kerf, &args).await;
     if measured.is_err() {
         kerf.cluster.keep_logs();
@@ -103,8 +114,8 @@ async fn measure(kerf: &Kerf, args: &Args) -> Result<()> {
     .await?;
     let mut moments = Moments::watch(&kerf.client(), &namespace);
     // The first pods switch MIG on and fill caches; they are not counted.
-    for kind in KINDS {
-        one(kerf, &namespace, kind, "first", 1, &mut moments).await?;
+    for kind in args.kinds() {
+        one(kerf, &namespace, *kind, "first", 1, &mut moments).await?;
     }
 
     let processes = [
@@ -130,17 +141,27 @@ async fn measure(kerf: &Kerf, args: &Args) -> Result<()> {
             measured.entry(kind).or_default().push(times);
         }
     }
-    print_times(&measured);
-    print_writes(&kerf.cluster.audit()?.split_off(before), args.rounds);
-    burst(kerf, &namespace, args.pods.saturating_sub(2 * args.rounds)).await?;
-    let after: Vec<Memory> = memory(&processes)?;
+    if args.rounds > 0 {
+        print_times(&measured);
+        print_writes(&kerf.cluster.audit()?.split_off(before), args.rounds);
+    }
+    let in_burst = args.pods.saturating_sub(2 * args.rounds);
+    let mut looks = vec![("idle".to_owned(), idle)];
+    for number in 0..args.bursts {
+        burst(kerf, &namespace, in_burst).await?;
+        let pods = args.pods + number * in_burst;
+        looks.push((format!("after {pods} GPU pods"), memory(&processes)?));
+    }
 
     println!("\n### Memory and wake-ups\n");
     println!("Resident MiB (of which anonymous); wake-ups: voluntary context switches of all threads.\n");
-    println!("| process | idle | after {} GPU pods | idle wake-ups a minute |\n|---|---|---|---|", args.pods);
+    let titles: Vec<&str> = looks.iter().map(|(title, _)| title.as_str()).collect();
+    println!("| process | {} | idle wake-ups a minute |", titles.join(" | "));
+    println!("|---|{}---|", "---|".repeat(looks.len()));
     for (index, (name, _)) in processes.iter().enumerate() {
         let cell = |memory: Memory| format!("{:.1} ({:.1})", memory.resident, memory.anonymous);
-        println!("| {name} | {} | {} | {:.0} |", cell(idle[index]), cell(after[index]), wake_ups[index]);
+        let cells: Vec<String> = looks.iter().map(|(_, look)| cell(look[index])).collect();
+        println!("| {name} | {} | {:.0} |", cells.join(" | "), wake_ups[index]);
     }
     Ok(())
 }
