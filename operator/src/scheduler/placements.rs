@@ -205,7 +205,8 @@ fn claim_state(
     protocol::Claim::Allocated { as_planned, held, deleting: claim.metadata.deletion_timestamp.is_some() }
 }
 
-/// Whether the device exists, is healthy and free for the claim.
+/// Whether the device exists, is healthy and free for the claim. The report may have been made under an older spec: why
+/// that does no harm is said in docs/decisions/0001.
 fn ready(status: &GpuNodeStatus, device: &Partition, claim: &ClaimReference) -> bool {
     let Some(gpu) = status.gpus.iter().find(|gpu| gpu.uuid == device.gpu) else { return false };
     if gpu.unhealthy.is_some() || gpu.unmanaged.is_some() {
