@@ -14,7 +14,7 @@ use kerf_planner::layout::pack_layout;
 use kube::ResourceExt;
 
 use super::matching::Match;
-use crate::scheduler::snapshot::{convert, may_switch};
+use crate::scheduler::snapshot::{convert, follows, may_switch};
 
 /// Why a stated layout cannot be had on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -198,9 +198,12 @@ pub fn spec(
         let Some(policy) = matches.get(&gpu.uuid).and_then(Match::policy) else { continue };
         gpus.push(desired_gpu(gpu, policy, &partitions));
     }
-    // A GPU that has dropped out of the report is spoken of as before.
+    // A GPU that has dropped out of the report is spoken of as before while it may come back to somebody: a claim is on
+    // it, or the daemon does not see the hardware. Otherwise it is forgotten; should it come back, the policy tells anew.
     for known in &node.spec.gpus {
-        if !status.gpus.iter().any(|gpu| gpu.uuid == known.uuid) {
+        let reported = status.gpus.iter().any(|gpu| gpu.uuid == known.uuid);
+        let held = partitions.iter().any(|partition| partition.gpu == known.uuid);
+        if !reported && (held || !follows(status)) {
             gpus.push(known.clone());
             let policy = node.spec.partitions.iter().filter(|partition| {
                 partition.gpu == known.uuid && matches!(partition.owner, Owner::Policy(_))

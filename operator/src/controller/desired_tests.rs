@@ -98,14 +98,8 @@ fn mig_mode_is_switched_when_something_needs_it() {
 }
 
 #[test]
-fn a_gpu_out_of_the_report_is_spoken_of_as_before() {
-    let mut node = gpu_node("n", vec![gpu("GPU-0", 0)], vec![claimed("1g.10gb", 0)]);
-    let told = desired_gpu(&gpu("GPU-0", 0), &Arc::new(policy("p", json!({}))), &[]);
-    node.spec.gpus = vec![told];
-    node.status.as_mut().unwrap().gpus.clear();
-    let claims = node.spec.partitions.clone();
-    let same = spec(&node, &BTreeMap::new(), claims, Vec::new(), &mut Problems::new());
-    assert_eq!(same, node.spec);
+fn a_gpu_that_is_there_no_more_is_forgotten_when_no_claim_is_on_it() {
+    assert_eq!(without_its_gpu(Vec::new(), "True").0, GpuNodeSpec::default());
 }
 
 #[test]
@@ -113,4 +107,22 @@ fn the_node_is_told_how_many_gpus_to_reshape_at_once() {
     let of = |spec| desired_gpu(&gpu("GPU-0", 0), &Arc::new(policy("p", spec)), &[]).max_concurrent_gpus;
     assert_eq!(of(json!({"reshape": {"maxConcurrentGpusPerNode": 2}})), 2);
     assert_eq!(of(json!({})), 16);
+}
+/// What a node is told whose one GPU has dropped out of its report.
+fn without_its_gpu(claims: Vec<Partition>, ready: &str) -> (GpuNodeSpec, GpuNodeSpec) {
+    let warm = PolicyOwner { name: "p".into(), kind: PolicyInstance::Warm };
+    let warm = Partition { owner: Owner::Policy(warm), ..claimed("1g.10gb", 4) };
+    let partitions = claims.iter().cloned().chain([warm]).collect();
+    let mut node = gpu_node("n", Vec::new(), partitions);
+    node.spec.gpus = vec![desired_gpu(&gpu("GPU-0", 0), &Arc::new(policy("p", json!({}))), &[])];
+    node.status.as_mut().unwrap().conditions[0].status = ready.into();
+    (spec(&node, &BTreeMap::new(), claims, Vec::new(), &mut Problems::new()), node.spec)
+}
+
+#[test]
+fn a_gpu_out_of_the_report_is_spoken_of_as_before_while_somebody_may_want_it_back() {
+    for (claims, ready) in [(vec![claimed("1g.10gb", 0)], "True"), (Vec::new(), "False")] {
+        let (after, before) = without_its_gpu(claims, ready);
+        assert_eq!(after, before, "Ready is {ready}");
+    }
 }
