@@ -87,6 +87,7 @@ fn live<const O: usize>(seed: u64) {
         places_per_node: PER_NODE,
         hold_at_once: dice.percent(30),
         lag: dice.percent(70),
+        old_reports: dice.percent(50),
         missing: Missing::Nothing,
     };
     let mut some = |most: usize| dice.below(most + 1) as u8;

@@ -57,8 +57,15 @@ impl<const P: usize, const S: usize, const O: usize> Model for Cluster<P, S, O> 
     }
 }
 
-const GOOD: Rules = Rules { places_per_node: 1, hold_at_once: false, lag: false, missing: Missing::Nothing };
+const GOOD: Rules = Rules {
+    places_per_node: 1,
+    hold_at_once: false,
+    lag: false,
+    old_reports: false,
+    missing: Missing::Nothing,
+};
 const LAG: Rules = Rules { lag: true, ..GOOD };
+const OLD_REPORTS: Rules = Rules { old_reports: true, ..GOOD };
 const CALM: Budget = Budget { fails: 0, cordons: 0, deletes: 0, forces: 0, claims: 0 };
 
 /// Properties that do not hold, each with how it comes to that.
@@ -117,6 +124,18 @@ fn two_operators() {
     holds::<1, 2, 2>(GOOD, Budget { fails: 1, forces: 1, ..CALM });
     holds::<2, 1, 2>(GOOD, Budget { fails: 1, forces: 1, ..CALM });
     holds::<2, 1, 2>(GOOD, Budget { cordons: 1, ..CALM });
+}
+
+/// The gate may go before the daemon has followed the spec: Prepare waits for what it then makes.
+#[test]
+fn places_that_are_ready_by_an_old_report() {
+    let left = Budget { fails: 1, cordons: 1, deletes: 1, forces: 1, claims: 1 };
+    holds::<1, 2, 1>(OLD_REPORTS, left);
+    holds::<2, 1, 1>(OLD_REPORTS, left);
+    holds::<2, 2, 1>(OLD_REPORTS, Budget { fails: 1, cordons: 1, ..CALM });
+    holds::<1, 2, 1>(Rules { lag: true, ..OLD_REPORTS }, Budget { fails: 1, cordons: 1, forces: 1, ..CALM });
+    holds::<2, 1, 2>(OLD_REPORTS, Budget { fails: 1, forces: 1, ..CALM });
+    assert_eq!(circle::<2, 1, 1>(&OLD_REPORTS, Budget { claims: 0, ..left }), None);
 }
 
 /// A run of certain steps that comes back to where it began, if there is one. Where an operator's cache is behind, only

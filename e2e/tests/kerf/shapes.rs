@@ -59,6 +59,7 @@ fn pods_of_every_shape_get_what_each_container_asked_for() {
         whole_gpu_beside_mig(kerf, &namespace).await?;
         controllers(kerf, &namespace).await?;
         users_own_claim(kerf, &namespace).await?;
+        shared_claim(kerf, &namespace).await?;
         apply_twice(kerf, &namespace).await?;
         quota(kerf).await?;
         deletion(kerf, &namespace).await?;
@@ -146,6 +147,18 @@ async fn controllers(kerf: &Kerf, namespace: &str) -> Result<()> {
     kerf.wait_no_leak(namespace).await
 }
 
+/// A pod that uses a claim of its user.
+fn claiming(name: &str, claim: &str) -> Result<Pod> {
+    let mut container = gpu_container("main", &[], &[]);
+    container["resources"] = json!({ "claims": [{ "name": "gpus" }] });
+    let mut pod = on(NODE, pod_of(name, vec![container]));
+    if let Some(spec) = &mut pod.spec {
+        spec.resource_claims =
+            Some(serde_json::from_value(json!([{ "name": "gpus", "resourceClaimName": claim }]))?);
+    }
+    Ok(pod)
+}
+
 /// A claim written by hand: any profile of at least 30 GiB, two on the same GPU.
 async fn users_own_claim(kerf: &Kerf, namespace: &str) -> Result<()> {
     let claim = json!({
@@ -162,13 +175,7 @@ async fn users_own_claim(kerf: &Kerf, namespace: &str) -> Result<()> {
         } },
     });
     apply_yaml(&kerf.client(), &claim.to_string()).await?;
-    let mut container = gpu_container("main", &[], &[]);
-    container["resources"] = json!({ "claims": [{ "name": "gpus" }] });
-    let mut pod = on(NODE, pod_of("claimed", vec![container]));
-    if let Some(spec) = &mut pod.spec {
-        spec.resource_claims =
-            Some(serde_json::from_value(json!([{ "name": "gpus", "resourceClaimName": "by-need" }]))?);
-    }
+    let mut pod = claiming("claimed", "by-need")?;
     kerf.create_pod(namespace, &pod).await?;
     let running = kerf.wait_running(namespace, "claimed").await?;
     ensure!(running.devices.len() == 2, "{:?}", running.devices);
@@ -190,6 +197,56 @@ async fn users_own_claim(kerf: &Kerf, namespace: &str) -> Result<()> {
     kerf.delete_pod(namespace, "claimed-again").await?;
     claims.delete("by-need", &DeleteParams::default()).await?;
     Ok(())
+}
+
+/// Two pods share a claim. The one that it was planned for ends while the other is bound and not yet prepared, as it
+/// waits for a volume.
+async fn shared_claim(kerf: &Kerf, namespace: &str) -> Result<()> {
+    let claim = json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+        "metadata": { "name": "shared", "namespace": namespace },
+        "spec": { "devices": { "requests": [
+            { "name": "one", "exactly": { "deviceClassName": "mig-1g.10gb.kerf.dev" } },
+        ] } },
+    });
+    apply_yaml(&kerf.client(), &claim.to_string()).await?;
+    kerf.create_pod(namespace, &claiming("sharing-first", "shared")?).await?;
+    kerf.wait_running(namespace, "sharing-first").await?;
+    let of_first = devices(kerf, namespace, "sharing-first", "main").await?;
+    let mut second = claiming("sharing-second", "shared")?;
+    if let Some(spec) = &mut second.spec {
+        let volume = json!([{ "name": "late", "configMap": { "name": "late" } }]);
+        spec.volumes = Some(serde_json::from_value(volume)?);
+        let mount = json!([{ "name": "late", "mountPath": "/late" }]);
+        spec.containers[0].volume_mounts = Some(serde_json::from_value(mount)?);
+    }
+    kerf.create_pod(namespace, &second).await?;
+    let claims: Api<ResourceClaim> = Api::namespaced(kerf.client(), namespace);
+    let reserved_for = |pods: &'static [&'static str]| {
+        let claims = &claims;
+        eventually(PATIENCE, format!("the claim reserved for {pods:?}"), move || async move {
+            let reserved = claims.get("shared").await?.status.unwrap_or_default().reserved_for;
+            let names: Vec<String> = reserved.unwrap_or_default().into_iter().map(|pod| pod.name).collect();
+            Ok(Seen::when(names, |names| names == pods))
+        })
+    };
+    reserved_for(&["sharing-first", "sharing-second"]).await?;
+    kerf.delete_pod(namespace, "sharing-first").await?;
+    reserved_for(&["sharing-second"]).await?;
+    eventually(PATIENCE, "the claim out of use", || async {
+        let gpus = kerf.gpu_nodes().get(NODE).await?.status.unwrap_or_default().gpus;
+        let held = gpus.iter().flat_map(|gpu| &gpu.instances).any(|instance| instance.in_use());
+        Ok(if held { Seen::not_yet("an instance is in use") } else { Seen::Yes(()) })
+    })
+    .await?;
+    let late = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": "late", "namespace": namespace } });
+    apply_yaml(&kerf.client(), &late.to_string()).await?;
+    wait_pod_phase(&kerf.client(), namespace, "sharing-second", "Running", PATIENCE).await?;
+    let of_second = devices(kerf, namespace, "sharing-second", "main").await?;
+    ensure!(of_first == of_second, "the first had {of_first:?}, the second {of_second:?}");
+    kerf.delete_pod(namespace, "sharing-second").await?;
+    claims.delete("shared", &DeleteParams::default()).await?;
+    kerf.wait_no_leak(namespace).await
 }
 
 async fn apply_twice(kerf: &Kerf, namespace: &str) -> Result<()> {

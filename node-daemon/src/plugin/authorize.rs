@@ -2,6 +2,9 @@
 //!
 //! Kubernetes does not check this: kubelet prepares whatever claim a pod has, also one that is allocated on another
 //! node, and the API server lets one device stand in two claims. The record of who may have what is `GpuNode.spec`.
+//!
+//! It says which claim. Which of the pods that share the claim, kubelet checks against the claim's `reservedFor`: the pod
+//! that the entry names is the one that it was made for, and may be over while another of them starts.
 
 use k8s_openapi::api::resource::v1::{DeviceRequestAllocationResult, ResourceClaim};
 use kerf_crds::GpuNodeSpec;
@@ -35,9 +38,9 @@ pub enum PrepareError {
     )]
     OtherDevice { claim: String, request: String, device: String, node: String, planned: String },
     #[error(
-        "claim {claim}, request '{request}': GpuNode '{node}' plans it for pod {pod} (UID {pod_uid}), which is not among the pods that the claim is reserved for"
+        "claim {0} is allocated, but reserved for no pod; kube-scheduler or Kerf's operator reserves it for the pods that use it"
     )]
-    OtherPod { claim: String, request: String, node: String, pod: String, pod_uid: String },
+    NotReserved(String),
     #[error("{device}: no GPU {gpu} on this node")]
     NoSuchGpu { device: String, gpu: String },
     #[error("{device}: GPU {gpu} is not managed by Kerf: {} ({})", .why.message, .why.reason)]
@@ -70,7 +73,7 @@ impl PrepareError {
             Self::NotAllocated(_)
             | Self::NotPlanned { .. }
             | Self::OtherDevice { .. }
-            | Self::OtherPod { .. }
+            | Self::NotReserved(_)
             | Self::Unavailable { .. }
             | Self::NotThere { .. }
             | Self::Held { .. }
@@ -113,6 +116,9 @@ pub fn authorize(
     if ours.is_empty() {
         return Err(PrepareError::NotAllocated(name));
     }
+    if !is_reserved_for_pods(claim) {
+        return Err(PrepareError::NotReserved(name));
+    }
     ours.into_iter()
         .map(|result| {
             if result.pool != node {
@@ -123,7 +129,7 @@ pub fn authorize(
                     node: node.to_owned(),
                 });
             }
-            let partition = planned(claim, asked, result, node, spec, inventory)?;
+            let partition = planned(asked, result, node, spec, inventory)?;
             let device = present(&partition.gpu, partition.instance.as_ref(), &result.device, inventory)?;
             device.free(&result.device, &asked.uid, prepared)?;
             Ok(device.into_prepared(&result.request, &result.device))
@@ -196,26 +202,29 @@ fn results(claim: &ResourceClaim) -> impl Iterator<Item = &DeviceRequestAllocati
         .flatten()
 }
 
+/// Not by the operator's hold alone.
+fn is_reserved_for_pods(claim: &ResourceClaim) -> bool {
+    let reserved = claim.status.as_ref().and_then(|status| status.reserved_for.as_ref());
+    reserved.into_iter().flatten().any(|consumer| {
+        consumer.resource == "pods" && consumer.api_group.as_deref().unwrap_or_default().is_empty()
+    })
+}
+
 /// The spec's entry for one result of the allocation.
 fn planned<'a>(
-    claim: &ResourceClaim,
     asked: &ClaimReference,
     result: &DeviceRequestAllocationResult,
     node: &str,
     spec: &'a GpuNodeSpec,
     inventory: &Inventory,
 ) -> Result<&'a Partition, PrepareError> {
-    let mine: Vec<(&Partition, &ClaimOwner)> = spec
+    let of_claim = |owner: &ClaimOwner| {
+        (&owner.namespace, &owner.name, &owner.request) == (&asked.namespace, &asked.name, &result.request)
+    };
+    let mine: Vec<&Partition> = spec
         .partitions
         .iter()
-        .filter_map(|partition| match &partition.owner {
-            Owner::Claim(owner) => Some((partition, owner)),
-            Owner::Policy(_) | Owner::Reservation(_) => None,
-        })
-        .filter(|(_, owner)| {
-            (&owner.namespace, &owner.name, &owner.request)
-                == (&asked.namespace, &asked.name, &result.request)
-        })
+        .filter(|partition| matches!(&partition.owner, Owner::Claim(owner) if of_claim(owner)))
         .collect();
     if mine.is_empty() {
         return Err(PrepareError::NotPlanned {
@@ -224,7 +233,7 @@ fn planned<'a>(
             node: node.to_owned(),
         });
     }
-    let names: Vec<String> = mine.iter().map(|(partition, _)| planned_name(partition, inventory)).collect();
+    let names: Vec<String> = mine.iter().map(|partition| planned_name(partition, inventory)).collect();
     let Some(index) = names.iter().position(|name| *name == result.device) else {
         return Err(PrepareError::OtherDevice {
             claim: claim_name(asked),
@@ -234,23 +243,7 @@ fn planned<'a>(
             planned: names.join(", "),
         });
     };
-    let (partition, owner) = mine[index];
-    let reserved = claim.status.as_ref().and_then(|status| status.reserved_for.as_ref());
-    let for_pod = reserved.into_iter().flatten().any(|consumer| {
-        consumer.resource == "pods"
-            && consumer.api_group.as_deref().unwrap_or_default().is_empty()
-            && consumer.uid == owner.pod_uid
-    });
-    if !for_pod {
-        return Err(PrepareError::OtherPod {
-            claim: claim_name(asked),
-            request: result.request.clone(),
-            node: node.to_owned(),
-            pod: format!("{}/{}", owner.namespace, owner.pod),
-            pod_uid: owner.pod_uid.clone(),
-        });
-    }
-    Ok(partition)
+    Ok(mine[index])
 }
 
 /// The name under which a partition's device is allocated; in words where the GPU or the profile is unknown here.

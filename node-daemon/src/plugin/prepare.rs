@@ -73,7 +73,7 @@ impl Failure {
         let Self::Refused(error) = self else { return false };
         matches!(
             **error,
-            E::NotAllocated(_) | E::NotPlanned { .. } | E::OtherDevice { .. } | E::OtherPod { .. }
+            E::NotAllocated(_) | E::NotPlanned { .. } | E::OtherDevice { .. } | E::NotReserved(_)
         )
     }
 }

@@ -14,7 +14,7 @@ use kerf_planner::layout::pack_layout;
 use kube::ResourceExt;
 
 use super::matching::Match;
-use crate::scheduler::snapshot::{convert, may_switch};
+use crate::scheduler::snapshot::{convert, follows, may_switch};
 
 /// Why a stated layout cannot be had on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,29 +57,24 @@ pub fn static_layout(
         );
     }
     // What stays: claims wherever they are, foreign instances and those in use, then static entries that are there.
-    let mut fixed: Vec<(usize, u32)> = Vec::new();
     let mut obstacles: Vec<(usize, u32)> = Vec::new();
     let mut found: Vec<(usize, u32)> = Vec::new();
-    let mut meets = |profile: usize, start: u32, found: &mut Vec<(usize, u32)>| {
+    let mut used: Vec<(usize, u32)> = Vec::new();
+    let mut idle: Vec<(usize, u32)> = Vec::new();
+    // What the layout says of those that are idle.
+    let mut said: Vec<(usize, Option<u32>)> = Vec::new();
+    let mut meets = |(profile, start): (usize, u32)| {
         let exact = wanted.iter().position(|(p, s)| *p == profile && *s == Some(start));
         let any = exact.or_else(|| wanted.iter().position(|(p, s)| *p == profile && s.is_none()));
-        match any {
-            Some(index) => {
-                wanted.remove(index);
-                found.push((profile, start));
-                true
-            }
-            None => false,
-        }
+        any.map(|index| wanted.remove(index))
     };
     let placed = |partition: &Partition| {
         let instance = partition.instance.as_ref()?;
         Some((profile(&instance.profile)?, instance.placement.start))
     };
-    for (profile, start) in claims.iter().filter_map(|partition| placed(partition)) {
-        if !meets(profile, start, &mut found) {
-            obstacles.push((profile, start));
-        }
+    for place in claims.iter().filter_map(|partition| placed(partition)) {
+        let kind = if meets(place).is_some() { &mut found } else { &mut obstacles };
+        kind.push(place);
     }
     for instance in &gpu.instances {
         let Some(profile) = profile(&instance.profile) else { continue };
@@ -87,10 +82,8 @@ pub fn static_layout(
         let taken = found.contains(&place) || obstacles.contains(&place);
         if (instance.foreign || instance.in_use()) && !taken {
             // Left over from a claim that is over: counts as the layout's if it fits, since it will be that.
-            if !instance.foreign && meets(profile, place.1, &mut fixed) {
-                continue;
-            }
-            obstacles.push(place);
+            let kind = if !instance.foreign && meets(place).is_some() { &mut used } else { &mut obstacles };
+            kind.push(place);
         }
     }
     let overlaps = |(profile, start): (usize, u32), others: &[(usize, u32)]| {
@@ -109,28 +102,29 @@ pub fn static_layout(
             .filter_map(|instance| Some((profile(&instance.profile)?, instance.placement.start))),
     );
     for place in existing.collect::<Vec<_>>() {
-        let free = ![&found, &fixed, &obstacles].into_iter().any(|taken| overlaps(place, taken));
-        if free {
-            meets(place.0, place.1, &mut fixed);
+        let free = ![&found, &used, &idle, &obstacles].into_iter().any(|taken| overlaps(place, taken));
+        if let Some(entry) = free.then(|| meets(place)).flatten() {
+            idle.push(place);
+            said.push(entry);
         }
     }
     let pack = |kept: &[(usize, u32)], rest: &[(usize, Option<u32>)]| {
-        let stay = [&found, kept, &obstacles].into_iter().flatten().map(|(p, start)| (*p, 1, Some(*start)));
+        let stay = [&found, &used, kept, &obstacles].into_iter().flatten();
+        let stay: Vec<_> = stay.map(|(p, start)| (*p, 1, Some(*start))).collect();
+        let skipped = stay.len();
         let pieces: Vec<(usize, u32, Option<u32>)> =
-            stay.chain(rest.iter().map(|(p, start)| (*p, 1, *start))).collect();
-        let skipped = found.len() + kept.len() + obstacles.len();
+            stay.into_iter().chain(rest.iter().map(|(p, start)| (*p, 1, *start))).collect();
         pack_layout(&geometry, &pieces).map(|places| places[skipped..].to_vec())
     };
-    let (places, problem) = match pack(&fixed, &wanted) {
-        Some(rest) => (fixed.iter().copied().chain(rest).collect::<Vec<_>>(), None),
+    let (places, problem) = match pack(&idle, &wanted) {
+        Some(rest) => ([used, idle, rest].concat(), None),
         None => {
-            // What is free gives way to the layout as a whole.
-            let all: Vec<(usize, Option<u32>)> =
-                fixed.iter().map(|(p, _)| (*p, None)).chain(wanted.iter().copied()).collect();
+            // What is idle gives way to the layout as a whole.
+            let all: Vec<(usize, Option<u32>)> = said.into_iter().chain(wanted.iter().copied()).collect();
             match pack(&[], &all) {
-                Some(rest) => (rest, None),
+                Some(rest) => ([used, rest].concat(), None),
                 None => (
-                    fixed.clone(),
+                    [used, idle].concat(),
                     Some(LayoutProblem::Blocked(format!(
                         "{} instances of the layout have no room on {} beside what is in use there",
                         wanted.len(),
@@ -198,9 +192,12 @@ pub fn spec(
         let Some(policy) = matches.get(&gpu.uuid).and_then(Match::policy) else { continue };
         gpus.push(desired_gpu(gpu, policy, &partitions));
     }
-    // A GPU that has dropped out of the report is spoken of as before.
+    // A GPU that has dropped out of the report is spoken of as before while it may come back to somebody: a claim is on
+    // it, or the daemon does not see the hardware. Otherwise it is forgotten; should it come back, the policy tells anew.
     for known in &node.spec.gpus {
-        if !status.gpus.iter().any(|gpu| gpu.uuid == known.uuid) {
+        let reported = status.gpus.iter().any(|gpu| gpu.uuid == known.uuid);
+        let held = partitions.iter().any(|partition| partition.gpu == known.uuid);
+        if !reported && (held || !follows(status)) {
             gpus.push(known.clone());
             let policy = node.spec.partitions.iter().filter(|partition| {
                 partition.gpu == known.uuid && matches!(partition.owner, Owner::Policy(_))

@@ -74,6 +74,33 @@ fn idle_instances_of_the_layout_move_if_it_would_not_fit_otherwise() {
 }
 
 #[test]
+fn idle_instances_that_move_keep_to_the_places_that_the_layout_states() {
+    let mig = json!({"mode": "Static", "layout": [
+        {"profile": "1g.10gb", "count": 1, "start": 6},
+        {"profile": "1g.10gb", "count": 1},
+        {"profile": "4g.40gb", "count": 1},
+    ]});
+    let (entries, problem) = layout(mig, vec![instance("1g.10gb", 2), instance("1g.10gb", 6)], &[]);
+    assert_eq!(problem, None);
+    let places: Vec<(&str, u32)> =
+        entries.iter().map(|(profile, start)| (profile.as_str(), *start)).collect();
+    assert_eq!(places.len(), 3);
+    assert!(places.contains(&("1g.10gb", 6)) && places.contains(&("4g.40gb", 0)), "{places:?}");
+}
+
+#[test]
+fn instances_of_the_layout_that_are_in_use_stay_when_idle_ones_move() {
+    let mut used = instance("1g.10gb", 4);
+    used.processes = 1;
+    let mig = of(&[("1g.10gb", 2), ("4g.40gb", 1)]);
+    let (entries, problem) = layout(mig, vec![used, instance("1g.10gb", 0)], &[]);
+    assert_eq!(problem, None);
+    let places: Vec<(&str, u32)> =
+        entries.iter().map(|(profile, start)| (profile.as_str(), *start)).collect();
+    assert_eq!(places, [("1g.10gb", 4), ("1g.10gb", 5), ("4g.40gb", 0)]);
+}
+
+#[test]
 fn a_layout_that_no_gpu_can_have_is_impossible() {
     let (entries, problem) = layout(of(&[("4g.40gb", 2)]), vec![], &[]);
     assert_eq!(entries, []);
@@ -97,15 +124,28 @@ fn mig_mode_is_switched_when_something_needs_it() {
     assert_eq!(of(json!({"mode": "Off"}), vec![], false), DesiredMig::Disabled);
 }
 
+/// What a node is told whose one GPU has dropped out of its report.
+fn without_its_gpu(claims: Vec<Partition>, ready: &str) -> (GpuNodeSpec, GpuNodeSpec) {
+    let warm = PolicyOwner { name: "p".into(), kind: PolicyInstance::Warm };
+    let warm = Partition { owner: Owner::Policy(warm), ..claimed("1g.10gb", 4) };
+    let partitions = claims.iter().cloned().chain([warm]).collect();
+    let mut node = gpu_node("n", Vec::new(), partitions);
+    node.spec.gpus = vec![desired_gpu(&gpu("GPU-0", 0), &Arc::new(policy("p", json!({}))), &[])];
+    node.status.as_mut().unwrap().conditions[0].status = ready.into();
+    (spec(&node, &BTreeMap::new(), claims, Vec::new(), &mut Problems::new()), node.spec)
+}
+
 #[test]
-fn a_gpu_out_of_the_report_is_spoken_of_as_before() {
-    let mut node = gpu_node("n", vec![gpu("GPU-0", 0)], vec![claimed("1g.10gb", 0)]);
-    let told = desired_gpu(&gpu("GPU-0", 0), &Arc::new(policy("p", json!({}))), &[]);
-    node.spec.gpus = vec![told];
-    node.status.as_mut().unwrap().gpus.clear();
-    let claims = node.spec.partitions.clone();
-    let same = spec(&node, &BTreeMap::new(), claims, Vec::new(), &mut Problems::new());
-    assert_eq!(same, node.spec);
+fn a_gpu_out_of_the_report_is_spoken_of_as_before_while_somebody_may_want_it_back() {
+    for (claims, ready) in [(vec![claimed("1g.10gb", 0)], "True"), (Vec::new(), "False")] {
+        let (after, before) = without_its_gpu(claims, ready);
+        assert_eq!(after, before, "Ready is {ready}");
+    }
+}
+
+#[test]
+fn a_gpu_that_is_there_no_more_is_forgotten_when_no_claim_is_on_it() {
+    assert_eq!(without_its_gpu(Vec::new(), "True").0, GpuNodeSpec::default());
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Instant;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use k8s_openapi::jiff::Timestamp;
@@ -15,12 +16,16 @@ use kube::ResourceExt;
 use super::desired::{LayoutProblem, Problems};
 use super::matching::{Match, Matches};
 use crate::cache::World;
+use crate::scheduler::memory::Memory;
 
-/// The status of every policy that must be written.
+/// The status of every policy that must be written: at once where a condition or the generation is another, and counts
+/// at [`Memory`]'s pace.
 pub fn all(
     world: &World,
     matches: &Matches,
     problems: &Problems,
+    memory: &Memory,
+    now: Instant,
 ) -> Vec<(Arc<PartitionPolicy>, PartitionPolicyStatus)> {
     let mut matched: BTreeMap<String, Vec<Matched<'_>>> = BTreeMap::new();
     for node in world.gpu_nodes.iter() {
@@ -39,7 +44,12 @@ pub fn all(
             let name = policy.name_any();
             let gpus = matched.remove(&name).unwrap_or_default();
             let status = of(policy, &gpus, problems.get(&name).map_or(&[], Vec::as_slice));
-            (policy.status.as_ref() != Some(&status)).then(|| (Arc::clone(policy), status))
+            let due = match &policy.status {
+                Some(old) if *old == status => false,
+                Some(old) if old.conditions == status.conditions => memory.may_write_counts(&name, now),
+                _ => true,
+            };
+            due.then(|| (Arc::clone(policy), status))
         })
         .collect()
 }

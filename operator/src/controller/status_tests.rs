@@ -4,8 +4,17 @@ use super::*;
 use crate::controller::matching;
 use crate::testing::{gpu, instance, policy, world};
 
+fn written(
+    world: &World,
+    problems: &Problems,
+    memory: &Memory,
+    now: Instant,
+) -> Vec<(Arc<PartitionPolicy>, PartitionPolicyStatus)> {
+    all(world, &matching::matches(world), problems, memory, now)
+}
+
 fn said(world: &World, problems: &Problems) -> PartitionPolicyStatus {
-    let mut all = all(world, &matching::matches(world), problems);
+    let mut all = written(world, problems, &Memory::default(), Instant::now());
     assert_eq!(all.len(), world.policies.len());
     all.remove(0).1
 }
@@ -43,11 +52,36 @@ fn an_applied_policy_says_what_there_is() {
 fn nothing_is_written_when_nothing_changed() {
     let mut world = world(vec![vec![gpu("GPU-0", 0)]], json!({}));
     told(&mut world);
+    write(&mut world);
+    assert!(written(&world, &Problems::new(), &Memory::default(), Instant::now()).is_empty());
+}
+
+/// The policy says what it should.
+fn write(world: &mut World) {
     let mut policy = PartitionPolicy::clone(world.policies.get("all").unwrap());
-    policy.status = Some(said(&world, &Problems::new()));
+    policy.status = Some(said(world, &Problems::new()));
     policy.metadata.resource_version = Some("9".into());
     world.policies.watch_applied(policy);
-    assert!(all(&world, &matching::matches(&world), &Problems::new()).is_empty());
+}
+
+#[test]
+fn counts_are_written_after_a_while_and_conditions_at_once() {
+    let mut used = gpu("GPU-0", 0);
+    used.instances = vec![instance("1g.10gb", 0)];
+    let mut world = world(vec![vec![used]], json!({}));
+    told(&mut world);
+    write(&mut world);
+    let (memory, now) = (Memory::default(), Instant::now());
+    memory.policy_written("all", now);
+    let gpus =
+        |change: fn(&mut Gpu)| move |node: &mut GpuNode| change(&mut node.status.as_mut().unwrap().gpus[0]);
+    world.replace_gpu_node(gpus(|gpu| gpu.instances[0].processes = 1), "n0");
+    assert!(written(&world, &Problems::new(), &memory, now).is_empty());
+    let again = memory.next_moment(now).unwrap();
+    assert_eq!(written(&world, &Problems::new(), &memory, again)[0].1.layout[0].in_use, 1);
+    let failed = |gpu: &mut Gpu| gpu.unhealthy = Some(kerf_crds::gpu_node::Reason::default());
+    world.replace_gpu_node(gpus(failed), "n0");
+    assert_eq!(ready(&written(&world, &Problems::new(), &memory, now)[0].1).1, "Blocked");
 }
 
 #[test]
@@ -82,7 +116,7 @@ fn every_reason_for_not_being_ready_is_named() {
     let mut shared = one(json!({}));
     shared.policies.watch_applied(policy("second", json!({})));
     told(&mut shared);
-    for (_, status) in all(&shared, &matching::matches(&shared), &Problems::new()) {
+    for (_, status) in written(&shared, &Problems::new(), &Memory::default(), Instant::now()) {
         assert_eq!(ready(&status).1, "SharedGpu");
         assert_eq!(status.conditions[1].type_, "Conflict");
         assert_eq!(status.conditions[1].status, "True");

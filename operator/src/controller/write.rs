@@ -1,6 +1,7 @@
 //! Writes policies' status and DeviceClasses.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use k8s_openapi::api::resource::v1::DeviceClass;
 use kerf_crds::names;
@@ -22,7 +23,10 @@ pub async fn policies(writer: &Writer, statuses: Vec<(Arc<PartitionPolicy>, Part
         policy.status = Some(status);
         let name = policy.name_any();
         match timeout(PATIENCE, api.replace_status(&name, &PostParams::default(), &policy)).await {
-            Ok(Ok(written)) => writer.cache.wrote_policy(written),
+            Ok(Ok(written)) => {
+                writer.memory.policy_written(&name, Instant::now());
+                writer.cache.wrote_policy(written);
+            }
             Ok(Err(kube::Error::Api(error))) if error.code == 409 || error.code == 404 => {}
             Ok(Err(error)) => tracing::warn!(policy = name, %error, "cannot write the policy's status"),
             Err(_) => return too_long(writer),

@@ -392,24 +392,35 @@ fn a_gpu_on_which_a_step_fails_gives_only_what_is_there() {
 }
 
 #[test]
-fn a_changed_quota_lets_the_first_pod_that_waits_for_it_ask_again() {
-    let memory = Memory::default();
+fn of_pods_that_a_quota_refused_the_first_of_each_kind_asks_again() {
+    let (memory, now) = (Memory::default(), Instant::now());
     let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic());
-    for (name, created) in [("second", 20), ("first", 10)] {
-        let pod = gated_pod(name, "nvidia.com/mig-1g.10gb", json!({}));
-        world = world.with_pod(PodInfo { created, ..pod });
-        memory.failed(&format!("uid-of-{name}"), pod_reason::QUOTA, "exceeded quota".into(), Instant::now());
-    }
-    let asking = |world: &World| -> Vec<String> {
-        decide_now(world, &memory).quota.iter().map(|pod| pod.name.clone()).collect()
+    let refuse = |name: &str, now: Instant| {
+        memory.failed(&format!("uid-of-{name}"), pod_reason::QUOTA, "exceeded quota".into(), now);
     };
-    assert!(asking(&world).is_empty(), "each waits for its pause to end");
+    for (name, created, profile) in
+        [("third", 30, "1g.10gb"), ("second", 20, "2g.20gb"), ("first", 10, "1g.10gb")]
+    {
+        let pod = gated_pod(name, &format!("nvidia.com/mig-{profile}"), json!({}));
+        world = world.with_pod(PodInfo { created, ..pod });
+        refuse(name, now);
+    }
+    let asking = |world: &World, now: Instant| -> Vec<String> {
+        let decision = decide(world, &memory, &Selectors::default(), now, WALL);
+        decision.quota.iter().map(|pod| pod.name.clone()).collect()
+    };
+    assert!(asking(&world, now).is_empty(), "each waits for its pause to end");
     world.quota_changed("other", 7);
-    assert!(asking(&world).is_empty());
+    assert!(asking(&world, now).is_empty());
     world.quota_changed("default", 8);
-    assert_eq!(asking(&world), ["first"]);
-    memory.failed("uid-of-first", pod_reason::QUOTA, "exceeded quota".into(), Instant::now());
-    assert!(asking(&world).is_empty(), "nothing has changed since");
+    assert_eq!(asking(&world, now), ["first", "second"]);
+    assert!(asking(&world, now).is_empty(), "nothing has changed since");
+    let later = now + std::time::Duration::from_secs(60);
+    assert_eq!(asking(&world, later), ["first", "second"]);
+    refuse("first", later);
+    assert_eq!(asking(&world, later), ["second"], "the third would be answered like the first");
+    memory.succeeded("uid-of-first");
+    assert_eq!(asking(&world, later), ["second", "third"]);
 }
 
 #[test]

@@ -18,6 +18,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 const CALM: Duration = Duration::from_secs(5);
 /// Longest time without another withdrawal.
 const LONGEST_CALM: Duration = Duration::from_secs(300);
+/// Counts in a policy's status are not rewritten more often than this: they change with every pod.
+const COUNTS: Duration = Duration::from_secs(5);
 /// A pod is found stranded for this long before it is evicted, so that watches of pods and claims can catch up.
 pub const STRANDED: Duration = Duration::from_secs(5);
 
@@ -37,6 +39,8 @@ struct Inner {
     gpus: HashMap<String, FailingGpuMemory>,
     /// Newest version of a quota that was asked about, by namespace.
     quotas: HashMap<String, u64>,
+    /// Until when the counts of a policy's status stay as they are, by name.
+    policies: HashMap<String, Instant>,
 }
 
 #[derive(Debug)]
@@ -211,13 +215,6 @@ impl Memory {
         self.lock().pods.get(pod_uid).and_then(|pod| pod.retry_at).is_none_or(|at| at <= now)
     }
 
-    /// Lets the pod's next step be tried at once.
-    pub fn try_now(&self, pod_uid: &str) {
-        if let Some(pod) = self.lock().pods.get_mut(pod_uid) {
-            pod.retry_at = None;
-        }
-    }
-
     /// Notes the newest version of a namespace's quotas; answers whether it is news.
     pub fn quota_changed(&self, namespace: &str, version: u64) -> bool {
         self.lock().quotas.insert(namespace.to_owned(), version) != Some(version)
@@ -252,6 +249,18 @@ impl Memory {
         self.lock().pods.entry(pod_uid.to_owned()).or_default().told_at = Some(now);
     }
 
+    /// The policy's status was written.
+    pub fn policy_written(&self, name: &str, now: Instant) {
+        let mut inner = self.lock();
+        inner.policies.retain(|_, until| *until > now);
+        inner.policies.insert(name.to_owned(), now + COUNTS);
+    }
+
+    /// Whether the policy's status may be written only because its counts have changed.
+    pub fn may_write_counts(&self, name: &str, now: Instant) -> bool {
+        self.lock().policies.get(name).is_none_or(|until| *until <= now)
+    }
+
     /// The earliest moment at which something that waits now may go on.
     pub fn next_moment(&self, now: Instant) -> Option<Instant> {
         let inner = self.lock();
@@ -260,7 +269,8 @@ impl Memory {
             [pod.retry_at, pod.calm_until, stranded]
         });
         let gpus = inner.gpus.values().map(|gpu| gpu.until);
-        moments.flatten().chain(gpus).filter(|moment| *moment > now).min()
+        let policies = inner.policies.values().copied();
+        moments.flatten().chain(gpus).chain(policies).filter(|moment| *moment > now).min()
     }
 
     /// Forgets pods and placements that are over.

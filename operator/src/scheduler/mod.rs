@@ -91,7 +91,8 @@ pub async fn run(writer: Writer, stop: impl Future<Output = ()>) {
             let pods: HashSet<&str> = pods.collect();
             let claims: HashSet<&str> = world.claims.iter().map(|claim| claim.uid()).collect();
             writer.memory.prune(|uid| pods.contains(uid), |uid| claims.contains(uid));
-            let policies = controller::status::all(&world, &decision.matches, &decision.problems);
+            let (matches, problems) = (&decision.matches, &decision.problems);
+            let policies = controller::status::all(&world, matches, problems, &writer.memory, began);
             let classes = controller::classes::missing(&world);
             (decision, policies, classes)
         };

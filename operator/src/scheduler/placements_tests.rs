@@ -1,7 +1,7 @@
 use serde_json::json;
 
 use super::*;
-use crate::testing::{gated_pod, gpu, instance, wanted, world};
+use crate::testing::{claim, claiming_pod, gated_pod, gpu, instance, wanted, world};
 use kerf_crds::gpu_node::ClaimOwner;
 use kerf_planner::protocol::{Claim, Pod};
 
@@ -123,6 +123,55 @@ fn the_pod_is_the_one_with_the_uid_and_not_its_namesake() {
     namesake.version = 7;
     world.put_pod(namesake, |store, pod| store.watch_applied(pod));
     assert_eq!(observed(&world).pod, Pod::Gone);
+}
+
+/// What is seen of the record of pod `a`, which is over, for a claim that is allocated to this partition and reserved for
+/// pod `b`. A process is left on the record's own partition.
+fn of_a_pod_that_is_over(allocated: &Partition) -> Observed {
+    let of = |partition: &Partition, pod: &str| {
+        let owner = ClaimOwner {
+            namespace: "default".into(),
+            name: "c".into(),
+            pod: pod.into(),
+            pod_uid: format!("uid-of-{pod}"),
+            request: "r".into(),
+        };
+        Partition { owner: Owner::Claim(owner), ..partition.clone() }
+    };
+    let mut records = vec![of(&partition(), "a")];
+    if *allocated != partition() {
+        records.push(of(allocated, "b"));
+    }
+    let next = claiming_pod("b", &["c"]);
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], json!({})).with_pod(next.clone());
+    world.replace_gpu_node(
+        |node| {
+            node.spec.partitions = records;
+            node.status.as_mut().unwrap().gpus[0].instances =
+                vec![kerf_crds::gpu_node::Instance { processes: 1, ..instance("3g.40gb", 4) }];
+        },
+        "n0",
+    );
+    let requests =
+        json!({"requests": [{"name": "r", "exactly": {"deviceClassName": "mig-3g.40gb.kerf.dev"}}]});
+    let mut shared = claim("c", requests);
+    let node = world.gpu_nodes.get("n0").unwrap();
+    let allocation =
+        claims::allocate(&shared, node, &[of(allocated, "b")], "2026-01-01T00:00:00Z".parse().unwrap());
+    let status = shared.status.get_or_insert_default();
+    status.allocation = allocation;
+    status.reserved_for = Some(vec![claims::reservation(&next)]);
+    let key = Key { claim: "c".into(), pod: "a".into(), pod_uid: "uid-of-a".into(), ..key() };
+    look(&world.with_claim(shared), &Memory::default(), &key).observed
+}
+
+#[test]
+fn a_record_is_kept_for_another_pod_that_shares_the_claim_and_not_for_one_that_has_a_place_of_its_own() {
+    assert_eq!(of_a_pod_that_is_over(&partition()).pod, Pod::Unbound);
+    let elsewhere = Partition { instance: Some(wanted("3g.40gb", 0)), ..partition() };
+    let seen = of_a_pod_that_is_over(&elsewhere);
+    assert_eq!((&seen.pod, &seen.claim), (&Pod::Gone, &Claim::Absent));
+    assert_eq!(protocol::next(&seen), protocol::Step::Wait(protocol::Waiting::Release));
 }
 
 #[test]

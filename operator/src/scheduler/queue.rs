@@ -30,8 +30,8 @@ pub fn candidates(
     decision: &mut Decision,
 ) -> Vec<Candidate> {
     let mut all = Vec::new();
+    let mut refused = Vec::new();
     let world = looking.world;
-    ask_quotas_again(looking);
     let pods = world.interesting.iter().filter_map(|key| world.pods.get(key));
     let open = |pod: &&Arc<PodInfo>| pod.node.is_none() && !pod.done && !pod.deleting;
     for pod in pods.filter(open).filter(|pod| !placed.contains(&pod.uid)) {
@@ -40,9 +40,14 @@ pub fn candidates(
                 all.push(Candidate { pod: Arc::clone(pod), wanted, instead_of: None });
             }
             Read::Told(sentence) => decision.tell_placeless(pod, sentence),
+            Read::Refused(sentence) => {
+                refused.push(Arc::clone(pod));
+                decision.tell_placeless(pod, sentence);
+            }
             Read::Nothing => {}
         }
     }
+    ask_quotas(looking, refused, decision);
     for troubled in troubled {
         match trouble::ask_afresh(looking, &troubled) {
             Some(wanted) => {
@@ -60,19 +65,21 @@ fn before(a: &PodInfo, b: &PodInfo) -> Ordering {
     b.priority.cmp(&a.priority).then(a.created.cmp(&b.created)).then_with(|| a.id().cmp(&b.id()))
 }
 
-/// Where a quota has changed, the first of those that wait for it asks at once, and the next after the change that this
-/// one makes. The others ask from time to time, as one of them may want less.
-fn ask_quotas_again(looking: &Looking<'_>) {
-    for (namespace, version) in &looking.world.quotas {
-        if !looking.memory.quota_changed(namespace, *version) {
-            continue;
-        }
-        let waits = |pod: &&Arc<PodInfo>| {
-            looking.memory.trouble(&pod.uid).is_some_and(|(reason, _)| reason == pod_reason::QUOTA)
-        };
-        let waiting = looking.world.interesting_in(namespace).filter(waits);
-        if let Some(first) = waiting.min_by(|a, b| before(a, b)) {
-            looking.memory.try_now(&first.uid);
+/// A quota answers all pods that want the same alike: of those that it has refused, the first asks for them, when the
+/// quota has changed and from time to time; and the next after this one was let through.
+fn ask_quotas(looking: &Looking<'_>, mut refused: Vec<Arc<PodInfo>>, decision: &mut Decision) {
+    let quotas = looking.world.quotas.iter();
+    let changed: BTreeSet<&str> = quotas
+        .filter(|(namespace, version)| looking.memory.quota_changed(namespace, **version))
+        .map(|(namespace, _)| namespace.as_str())
+        .collect();
+    refused.sort_by(|a, b| before(a, b));
+    let mut asked = BTreeSet::new();
+    for pod in refused {
+        let first = asked.insert((pod.namespace.clone(), requests::resources(&pod)));
+        let due = changed.contains(pod.namespace.as_str()) || looking.memory.may_try(&pod.uid, looking.now);
+        if first && due {
+            decision.quota.push(pod);
         }
     }
 }
@@ -80,6 +87,8 @@ fn ask_quotas_again(looking: &Looking<'_>) {
 enum Read {
     Nothing,
     Told(Sentence),
+    /// By a quota.
+    Refused(Sentence),
     For(Box<Wanted>),
 }
 
@@ -106,13 +115,12 @@ fn read(looking: &Looking<'_>, pod: &Arc<PodInfo>, decision: &mut Decision) -> R
         Asks::Cannot(reason, message) => return Read::Told(Sentence::waiting(reason, message)),
         Asks::For(wanted) => wanted,
     };
-    if let Some((reason, message)) = memory.trouble(&pod.uid)
-        && (reason == pod_reason::QUOTA || !may_try(*now))
-    {
-        if reason == pod_reason::QUOTA && may_try(*now) {
-            decision.quota.push(Arc::clone(pod));
+    match memory.trouble(&pod.uid) {
+        Some((reason, message)) if reason == pod_reason::QUOTA => {
+            return Read::Refused(Sentence::waiting(reason, message));
         }
-        return Read::Told(Sentence::waiting(reason, message));
+        Some((reason, message)) if !may_try(*now) => return Read::Told(Sentence::waiting(reason, message)),
+        _ => {}
     }
     let avoided = memory.avoided(&pod.uid, *now);
     wanted.request.avoid = avoided.iter().filter_map(|name| board.node(name)).collect();

@@ -121,9 +121,7 @@ fn node(
 ) -> Node {
     let kubernetes = world.nodes.get(name);
     let status = gpu_node.status.as_ref();
-    let follows = status.is_some_and(|status| {
-        status.conditions.iter().any(|c| c.type_ == conditions::node::READY && c.status == "True")
-    });
+    let follows = status.is_some_and(follows);
     let nobody = Match::Nobody;
     let gpus = status.iter().flat_map(|status| &status.gpus).map(|observed| {
         let matched = matches.and_then(|all| all.get(&observed.uuid)).unwrap_or(&nobody);
@@ -182,6 +180,11 @@ fn index_of(geometries: &mut Vec<Geometry>, geometry: Geometry) -> GeometryIndex
         geometries.push(geometry);
         geometries.len() - 1
     })
+}
+
+/// Whether the node's daemon sees its hardware and follows the spec.
+pub fn follows(status: &GpuNodeStatus) -> bool {
+    status.conditions.iter().any(|c| c.type_ == conditions::node::READY && c.status == "True")
 }
 
 /// The planner's form of a geometry.

@@ -243,6 +243,9 @@ pub struct Rules {
     pub hold_at_once: bool,
     /// Whether the operators' caches lag, object by object.
     pub lag: bool,
+    /// Whether a place counts as ready by a report that was made under an older spec: the instance that it shows may be
+    /// destroyed under that spec yet, and made again under the present one.
+    pub old_reports: bool,
     pub missing: Missing,
 }
 
@@ -366,7 +369,7 @@ impl<const P: usize, const S: usize, const O: usize> World<P, S, O> {
         let entry = has_entry.then(|| {
             let (under, used) = (seen.report_spec[place], seen.report_use[place]);
             Entry {
-                ready: under == Some(pod as u8)
+                ready: (under == Some(pod as u8) || rules.old_reports)
                     && (used & !bit(pod) == 0 || rules.missing == Missing::HolderCheck),
                 in_use: used & bit(pod) != 0,
             }
