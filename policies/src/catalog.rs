@@ -1,6 +1,7 @@
 //! GPU states and wants, each kind numbered once, and what a GPU in a state can give for a want: worked out for one of a
 //! kind, looked up for the others.
 
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::rc::Rc;
 
@@ -37,8 +38,8 @@ struct State {
     state: Rc<GpuState>,
     worth: u64,
     free_slices: u32,
-    /// Whether it can give anything at all.
-    gives: bool,
+    /// Whether it can give anything at all, once somebody has asked.
+    gives: OnceCell<bool>,
 }
 
 /// See the module.
@@ -58,8 +59,8 @@ pub struct Catalog<'a> {
 
 #[derive(Default)]
 struct Ranking {
-    /// States with lower numbers are in.
-    seen: StateId,
+    /// So many of the states met are in.
+    seen: usize,
     cheapest: BTreeSet<(Cost, StateId)>,
 }
 
@@ -97,7 +98,8 @@ impl<'a> Catalog<'a> {
 
     /// Whether a GPU in the state can give anything at all.
     pub fn gives(&self, id: StateId) -> bool {
-        self.states[id as usize].gives
+        let State { gives, state, .. } = &self.states[id as usize];
+        *gives.get_or_init(|| state.gives(self.geometries))
     }
 
     /// Worth of a GPU in the state, see [`Weights`].
@@ -115,7 +117,7 @@ impl<'a> Catalog<'a> {
         self.states.push(State {
             worth: self.weights.worth(self.geometries, &state),
             free_slices: state.free_slices(self.geometries),
-            gives: state.gives(self.geometries),
+            gives: OnceCell::new(),
             state: Rc::clone(&state),
         });
         self.numbers.insert(state, id);
@@ -145,17 +147,16 @@ impl<'a> Catalog<'a> {
         offers
     }
 
-    /// Brings [`Catalog::ranking`] up to date with the states numbered since.
-    pub fn rank(&mut self, want: WantId) {
-        let mut id = self.rankings[want as usize].seen;
-        // Working out offers may number new states: they are looked at, too.
-        while (id as usize) < self.states.len() {
+    /// Brings [`Catalog::ranking`] up to date: `met` are the states that GPUs have been in, in the order of their first
+    /// appearance.
+    pub fn rank(&mut self, want: WantId, met: &[StateId]) {
+        let seen = self.rankings[want as usize].seen;
+        for &id in &met[seen..] {
             if let Some(best) = self.offers(id, want).first() {
                 self.rankings[want as usize].cheapest.insert((best.cost, id));
             }
-            id += 1;
         }
-        self.rankings[want as usize].seen = id;
+        self.rankings[want as usize].seen = met.len();
     }
 
     /// States that can give something for the want, with the price of the best, cheapest first. Those that no GPU is in
@@ -234,7 +235,7 @@ impl<'a> Catalog<'a> {
             warm_lost,
             waste: least.waste(geometries, before.geometry, device),
             switches: u32::from(switch),
-            not_warm: 1 - warm_used,
+            not_warm: u32::from(!reused.is_some_and(|free| free.warm && free.exists)),
             load: if spread { (1000 * taken).checked_div(slices).unwrap_or(0) } else { 0 },
             loss: worth(id).saturating_sub(worth(after)) + if exists { 0 } else { self.weights.reshape },
             left: if spread { 0 } else { self.free_slices(after) },

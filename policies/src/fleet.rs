@@ -5,6 +5,7 @@
 //! states, not of GPUs. For one of several devices each node is searched once and again only after it has changed.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::rc::Rc;
 
 use crate::catalog::{Catalog, Offer, StateId, WantId};
@@ -43,9 +44,12 @@ pub struct Fleet<'a> {
     /// What GPUs can give.
     pub catalog: Catalog<'a>,
     nodes: Vec<NodeNow>,
-    /// By state: the GPUs in it, of those that can give anything.
-    index: Vec<BTreeSet<Seat>>,
-    shape_numbers: HashMap<(Vec<DeviceNeed>, Vec<Constraint>), ShapeId>,
+    /// By state: the GPUs in it, of those that can give anything. `None`: there has been none.
+    index: Vec<Option<BTreeSet<Seat>>>,
+    /// States that are in the index, in the order of their first appearance.
+    met: Vec<StateId>,
+    /// By hash of devices and constraints.
+    shape_numbers: HashMap<u64, Vec<ShapeId>>,
     shapes: Vec<Shape>,
     pod_numbers: HashMap<PodNeeds, PodId>,
     pods: Vec<Pod>,
@@ -77,13 +81,15 @@ struct Seat {
 /// Device needs and constraints of a kind.
 #[derive(Debug)]
 pub struct Shape {
+    devices: Vec<DeviceNeed>,
+    constraints: Vec<Constraint>,
     /// Numbers of the wants, by need and alternative.
     pub wants: Vec<Vec<WantId>>,
     /// One device of any GPU that will do.
     single: bool,
     least_slices: u32,
     /// GPUs of one kind are told apart: what holds for a node need not hold for another like it.
-    by_name: bool,
+    pub by_name: bool,
     /// By node: the version for which it was worked out, and the answer.
     answers: Vec<Option<(u32, Answer)>>,
     /// Answers by the states of a node's GPUs.
@@ -105,6 +111,7 @@ impl<'a> Fleet<'a> {
             catalog: Catalog::of(snapshot),
             nodes: Vec::with_capacity(snapshot.nodes.len()),
             index: Vec::new(),
+            met: Vec::new(),
             shape_numbers: HashMap::new(),
             shapes: Vec::new(),
             pod_numbers: HashMap::new(),
@@ -157,16 +164,22 @@ impl<'a> Fleet<'a> {
         let seats: Vec<_> = self.seats(node).collect();
         for (id, seat) in seats {
             if self.index.len() <= id as usize {
-                self.index.resize_with(id as usize + 1, BTreeSet::new);
+                self.index.resize(id as usize + 1, None);
             }
-            self.index[id as usize].insert(seat);
+            let there = self.index[id as usize].get_or_insert_with(|| {
+                self.met.push(id);
+                BTreeSet::new()
+            });
+            there.insert(seat);
         }
     }
 
     fn unseat(&mut self, node: NodeIndex) {
         let seats: Vec<_> = self.seats(node).collect();
         for (id, seat) in seats {
-            self.index[id as usize].remove(&seat);
+            if let Some(there) = &mut self.index[id as usize] {
+                there.remove(&seat);
+            }
         }
     }
 
@@ -191,8 +204,14 @@ impl<'a> Fleet<'a> {
     }
 
     fn shape_of(&mut self, request: &Request) -> ShapeId {
-        let key = (request.devices.clone(), request.constraints.clone());
-        if let Some(&id) = self.shape_numbers.get(&key) {
+        let mut hasher = DefaultHasher::new();
+        (&request.devices, &request.constraints).hash(&mut hasher);
+        let hash = hasher.finish();
+        let same = |&&id: &&ShapeId| {
+            let shape = &self.shapes[id];
+            shape.devices == request.devices && shape.constraints == request.constraints
+        };
+        if let Some(&id) = self.shape_numbers.get(&hash).into_iter().flatten().find(same) {
             return id;
         }
         let mut wants = Vec::with_capacity(request.devices.len());
@@ -204,6 +223,8 @@ impl<'a> Fleet<'a> {
         let single = !by_name && request.devices.len() == 1 && alternatives().all(|want| want.count == 1);
         let least_slices = least_slices(&request.devices, self.catalog.geometries());
         self.shapes.push(Shape {
+            devices: request.devices.clone(),
+            constraints: request.constraints.clone(),
             wants,
             single,
             least_slices,
@@ -211,7 +232,7 @@ impl<'a> Fleet<'a> {
             answers: Vec::new(),
             like: HashMap::new(),
         });
-        self.shape_numbers.insert(key, self.shapes.len() - 1);
+        self.shape_numbers.entry(hash).or_default().push(self.shapes.len() - 1);
         self.shapes.len() - 1
     }
 
@@ -288,7 +309,7 @@ impl<'a> Fleet<'a> {
     fn best_single(&mut self, asked: Numbered<'_>) -> Option<(NodeIndex, Solution)> {
         for alternative in 0..self.shapes[asked.shape].wants[0].len() {
             let want = self.shapes[asked.shape].wants[0][alternative];
-            self.catalog.rank(want);
+            self.catalog.rank(want, &self.met);
             let mut best: Option<(Cost, Seat, StateId)> = None;
             for (cost, state) in self.catalog.ranking(want) {
                 if best.is_some_and(|(lowest, _, _)| lowest < cost) {
@@ -308,7 +329,7 @@ impl<'a> Fleet<'a> {
 
     /// The first GPU in the state whose node can take the pod.
     fn first_seat(&self, state: StateId, asked: Numbered<'_>) -> Option<Seat> {
-        let mut seats = self.index.get(state as usize)?.iter();
+        let mut seats = self.index.get(state as usize)?.as_ref()?.iter();
         seats.find(|seat| self.fits(seat.node, asked)).copied()
     }
 
@@ -321,7 +342,7 @@ impl<'a> Fleet<'a> {
         let mut places = Vec::new();
         for alternative in 0..self.shapes[asked.shape].wants[0].len() {
             let want = self.shapes[asked.shape].wants[0][alternative];
-            self.catalog.rank(want);
+            self.catalog.rank(want, &self.met);
             let seats: Vec<(StateId, Seat)> = self
                 .catalog
                 .ranking(want)

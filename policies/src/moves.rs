@@ -92,6 +92,11 @@ pub struct Limits {
     pub work: u64,
 }
 
+impl Limits {
+    /// Finds the fewest moves nearly always, in milliseconds.
+    pub const USUAL: Self = Self { moves: 4, width: 4, work: 50_000 };
+}
+
 /// A pod's new place.
 #[derive(Clone, Debug)]
 pub struct Move {
@@ -299,7 +304,8 @@ impl<'r> Search<'_, '_, 'r> {
         candidates
     }
 
-    /// For a request of one device: every placement of every GPU, with those whom it overlaps.
+    /// For a request of one device: every placement of every GPU, with those whom it overlaps. Where slices are not what
+    /// is short, others may have to go.
     fn on_one_gpu(
         &mut self,
         asked: Numbered<'r>,
@@ -307,7 +313,7 @@ impl<'r> Search<'_, '_, 'r> {
         budget: u32,
         seen: &mut HashSet<Likeness>,
     ) -> Vec<Candidate> {
-        let mut candidates = Vec::new();
+        let (mut candidates, mut short) = (Vec::new(), false);
         for gpu in 0..self.fleet.gpus(node).len() {
             self.work = self.work.saturating_sub(1);
             let there = self.tenants.on(node, gpu).to_vec();
@@ -317,6 +323,8 @@ impl<'r> Search<'_, '_, 'r> {
             for (alternative, device) in self.fleet.devices(asked, node, gpu) {
                 let in_the_way: Vec<TenantId> =
                     there.iter().copied().filter(|&id| self.overlaps(id, gpu, device)).collect();
+                // The slices are free, and yet it has no place: engines are short, or the node's other resources.
+                short |= in_the_way.is_empty();
                 if in_the_way.is_empty() || in_the_way.len() > budget as usize {
                     continue;
                 }
@@ -330,10 +338,13 @@ impl<'r> Search<'_, '_, 'r> {
                 }
             }
         }
+        if short {
+            candidates.extend(self.on_one_node(asked, node, budget));
+        }
         candidates
     }
 
-    /// For a request of several devices: every set of tenants of the node.
+    /// Every set of tenants of the node. Needed for several devices, and where slices are not what is short.
     fn on_one_node(&mut self, asked: Numbered<'r>, node: NodeIndex, budget: u32) -> Vec<Candidate> {
         let gpus = 0..self.fleet.gpus(node).len();
         let mut there: Vec<TenantId> = gpus.flat_map(|gpu| self.tenants.on(node, gpu).to_vec()).collect();

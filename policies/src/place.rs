@@ -179,7 +179,8 @@ impl<'r> Search<'_, '_, 'r> {
     fn candidates(&mut self, need: usize, alternative: usize) -> Vec<(GpuIndex, Offer)> {
         let want = &self.asked.request.devices[need].alternatives[alternative];
         let kind = self.fleet.shape(self.asked.shape).wants[need][alternative];
-        let alike = want.gpus.is_none() && self.asked.request.constraints.is_empty();
+        // Of GPUs in equal states one will do, unless another need or a constraint tells them apart.
+        let alike = !self.fleet.shape(self.asked.shape).by_name;
         let mut candidates = Vec::new();
         for gpu in 0..self.gpus.len() {
             let state = self.gpus[gpu];

@@ -12,7 +12,6 @@ use kerf_planner::snapshot::*;
 use proptest::prelude::*;
 
 const UNBOUNDED: Limits = Limits { moves: 4, width: u32::MAX, work: 20_000_000 };
-const USUAL: Limits = Limits { moves: 4, width: 4, work: 50_000 };
 
 /// Requests for each profile of the only geometry, and a cluster of empty GPUs, two on a node.
 fn world(geometry: &Geometry, gpus: usize) -> Snapshot {
@@ -208,11 +207,66 @@ proptest! {
     }
 }
 
+/// Places one of each profile, in this order, and says how many would have to move for one more.
+fn after(snapshot: &Snapshot, before: &[&str], then: &str) -> Option<usize> {
+    let (mut fleet, mut tenants) = (Fleet::of(snapshot), Tenants::default());
+    let named = |name: &str| snapshot.requests.iter().find(|request| request.id == name).expect("a profile");
+    for name in before {
+        let asked = fleet.numbered(named(name));
+        let (node, place) = fleet.best(asked).expect("room");
+        fleet.take(asked, node, &place);
+        tenants.enter(Tenant { asked, node, place, price: Some(1) });
+    }
+    let asked = fleet.numbered(named(then));
+    assert!(fleet.best(asked).is_none(), "{then} has a place as it is");
+    match make_room(&mut fleet, &mut tenants, asked, Limits::USUAL) {
+        Outcome::Found(room) => {
+            carry_out(&mut fleet, &mut tenants, asked, &room);
+            Some(room.moves.len())
+        }
+        Outcome::Nothing | Outcome::GaveUp => None,
+    }
+}
+
+/// Two nodes with a GPU each. The first pod could do with either and has slice 6 of the first; then comes one for the
+/// first node only, and for slices 0 to 3, which are free.
+fn beside(geometry: &Geometry, first: &str, then: &str, cpus: [i128; 2]) -> Option<usize> {
+    let mut snapshot = world(geometry, 1);
+    snapshot.nodes[0].free_milli.insert("cpu".into(), 2000);
+    let mut second = snapshot.nodes[0].clone();
+    (second.name, second.gpus[0].uuid) = ("n1".into(), "GPU-1".into());
+    snapshot.nodes.push(second);
+    let only_there = Request {
+        id: "only there".into(),
+        avoid: [1].into(),
+        ..request("", vec![want(&snapshot.geometries, then)])
+    };
+    snapshot.requests.push(only_there);
+    for request in &mut snapshot.requests {
+        let cpus = if request.id == first { cpus[0] } else { cpus[1] };
+        request.pod.milli.insert("cpu".into(), cpus);
+    }
+    after(&snapshot, &[first], "only there")
+}
+
+#[test]
+fn what_is_short_may_be_an_engine() {
+    let mut geometry = seven();
+    let four = profile(&geometry, "4g.40gb");
+    geometry.profiles[four].engines.ofa = 1;
+    assert_eq!(beside(&geometry, "1g.10gb+me", "4g.40gb", [0, 0]), Some(1));
+}
+
+#[test]
+fn what_is_short_may_be_the_nodes_processors() {
+    assert_eq!(beside(&seven(), "1g.10gb", "4g.40gb", [1000, 2000]), Some(1));
+}
+
 #[test]
 fn with_the_usual_bounds_nearly_always_the_fewest_moves_are_found() {
     let (mut solvable, mut best, mut worse) = (0, 0, Vec::new());
     for seed in 0..6000 {
-        let Some(trial) = trial(seed, 3, 80, USUAL).expect("a legal plan") else { continue };
+        let Some(trial) = trial(seed, 3, 80, Limits::USUAL).expect("a legal plan") else { continue };
         let Some(fewest) = trial.fewest else { continue };
         solvable += 1;
         match trial.outcome {

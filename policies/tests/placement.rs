@@ -4,6 +4,7 @@ mod common;
 
 use common::*;
 use kerf_planner::check::violations;
+use kerf_planner::fleet::Fleet;
 use kerf_planner::plan;
 use kerf_planner::snapshot::*;
 use proptest::prelude::*;
@@ -109,5 +110,45 @@ proptest! {
         let mut later = carry_out(&snapshot, &first);
         later.requests = first.refusals.iter().map(|refusal| snapshot.requests[refusal.request].clone()).collect();
         prop_assert_eq!(plan(&later).placements, vec![]);
+    }
+
+    #[test]
+    fn the_index_finds_the_price_that_a_look_at_every_node_finds(seed: u64, nodes in 1usize..6, gpus in 1usize..5, requests in 1usize..25) {
+        let snapshot = world(seed, nodes, gpus, requests);
+        let mut fleet = Fleet::of(&snapshot);
+        let mut dice = Dice(seed);
+        let mut placed = Vec::new();
+        for request in &snapshot.requests {
+            let asked = fleet.numbered(request);
+            let mut by_node = Vec::new();
+            for node in 0..fleet.nodes() {
+                if fleet.fits(node, asked) {
+                    by_node.extend(fleet.place_on(asked, node));
+                }
+            }
+            let plain = by_node.iter().map(|place| (place.choice.clone(), place.cost)).min();
+            let best = fleet.best(asked);
+            prop_assert_eq!(best.as_ref().map(|(_, place)| (place.choice.clone(), place.cost)), plain);
+            if let Some((node, place)) = best {
+                fleet.take(asked, node, &place);
+                placed.push((asked, node, place));
+            }
+            // The fleet empties, too.
+            if dice.percent(30) && !placed.is_empty() {
+                let (asked, node, place) = placed.swap_remove(dice.below(placed.len()));
+                fleet.put_back(asked, node, &place);
+            }
+        }
+        // Everybody gone, all that was free is free again.
+        for (asked, node, place) in placed {
+            fleet.put_back(asked, node, &place);
+        }
+        let before = Fleet::of(&snapshot);
+        for node in 0..fleet.nodes() {
+            for gpu in 0..fleet.gpus(node).len() {
+                prop_assert_eq!(&fleet.state(node, gpu).taken, &before.state(node, gpu).taken);
+                prop_assert_eq!(fleet.state(node, gpu).taken_whole, before.state(node, gpu).taken_whole);
+            }
+        }
     }
 }

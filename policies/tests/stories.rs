@@ -384,3 +384,14 @@ fn warm_instances_stay_where_they_are_and_disturb_nothing() {
     snapshot.nodes[0].unschedulable = true;
     assert_eq!(starts(&snapshot, 1), []);
 }
+
+#[test]
+fn gpus_in_equal_states_are_told_apart_if_a_later_need_is_for_one_of_them() {
+    let mut snapshot = cluster(&a100(), 2);
+    for gpu in &mut snapshot.nodes[0].gpus {
+        gpu.whole = Capability::Now;
+    }
+    let first = Want { gpus: Some([(0, 0)].into()), ..whole() };
+    snapshot.requests = vec![request("ns/p", vec![whole(), first])];
+    assert_eq!(places(&snapshot, &legal_plan(&snapshot)), ["1:whole", "0:whole"]);
+}

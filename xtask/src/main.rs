@@ -32,7 +32,7 @@ enum Task {
         /// As for `cargo test`: only tests whose names contain one of these
         filters: Vec<String>,
     },
-    /// Measure on a cluster of this machine (needs root), and print the tables of docs/benchmarks.md
+    /// Measure, and print the tables of docs/benchmarks.md
     Bench {
         what: Bench,
         /// Passed on to the measurement; `--help` is among them
@@ -49,15 +49,18 @@ enum Task {
 
 #[derive(Clone, Copy, clap::ValueEnum)]
 enum Bench {
-    /// From a pod's creation to its container: times, API writes, memory, wake-ups
+    /// From a pod's creation to its container: times, API writes, memory, wake-ups; needs root
     Path,
+    /// The decision engine beside other policies and bounds: accepted work, moves, decisions per second
+    Engine,
 }
 
 fn main() -> ExitCode {
     let done = match Cli::parse().task {
         Task::Demo { keep, args } => demo(keep, &args),
         Task::Test { filters } => test(&filters),
-        Task::Bench { what: Bench::Path, args } => bench("kerf-bench-path", &args),
+        Task::Bench { what: Bench::Path, args } => bench_path(&args),
+        Task::Bench { what: Bench::Engine, args } => bench_engine(&args),
         Task::Toolchain => toolchain(),
         Task::Generate => generate(),
         Task::Ci => ci(),
@@ -98,13 +101,17 @@ fn test(filters: &[String]) -> Result<()> {
     run(tests.args(filters))
 }
 
-fn bench(program: &str, args: &[String]) -> Result<()> {
+fn bench_engine(args: &[String]) -> Result<()> {
+    run(cargo().args(["run", "--release", "--package", "kerf-planner-bench", "--"]).args(args))
+}
+
+fn bench_path(args: &[String]) -> Result<()> {
     needs_root("The measurement")?;
     install_toolchain()?;
     step("building Kerf, optimised");
     run(cargo().args(["build", "--release", "--workspace", "--bins", "--lib"]))?;
     step("measuring");
-    run(cargo().args(["run", "--release", "--quiet", "--bin", program, "--"]).args(args))
+    run(cargo().args(["run", "--release", "--quiet", "--bin", "kerf-bench-path", "--"]).args(args))
 }
 
 fn toolchain() -> Result<()> {

@@ -1,0 +1,18 @@
+//! Kerf's decision engine measured beside other policies and bounds.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`workload`] | jobs that come and go: mixes, loads, seeds |
+//! | [`fleet`] | clusters: one model, and several |
+//! | [`rivals`] | other policies, made anew from their descriptions |
+//! | [`engine`] | Kerf's engine, without and with moves |
+//! | [`online`] | the loss system that both are run in, and its tables |
+//! | [`speed`] | decisions per second |
+//! | [`numbers`] | means and confidence intervals over paired seeds |
+pub mod engine;
+pub mod fleet;
+pub mod numbers;
+pub mod online;
+pub mod rivals;
+pub mod speed;
+pub mod workload;

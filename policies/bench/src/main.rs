@@ -1,0 +1,38 @@
+//! Prints the tables of docs/benchmarks.md on the decision engine: `cargo xtask bench engine`.
+
+use anyhow::Result;
+use clap::Parser;
+use kerf_planner_bench::{fleet, online, speed, workload};
+
+/// Measure the decision engine beside other policies and bounds, and print the tables of docs/benchmarks.md
+#[derive(Parser)]
+struct Arguments {
+    /// Jobs of each run; the first fifth warms up
+    #[arg(long, default_value_t = 60_000)]
+    jobs: usize,
+    /// Runs of each cell, with seeds counted from --first-seed
+    #[arg(long, default_value_t = 5)]
+    seeds: u64,
+    /// First seed
+    #[arg(long, default_value_t = 1)]
+    first_seed: u64,
+    /// Print only this table: online, moves or speed
+    #[arg(long)]
+    table: Option<String>,
+}
+
+fn main() -> Result<()> {
+    let arguments = Arguments::parse();
+    let seeds: Vec<u64> = (arguments.first_seed..).take(arguments.seeds as usize).collect();
+    let wanted = |table: &str| arguments.table.as_deref().is_none_or(|only| only == table);
+    if wanted("online") {
+        println!("{}", online::without_moves(&workload::MIXES, &workload::LOADS, &seeds, arguments.jobs));
+    }
+    if wanted("moves") {
+        println!("{}", online::with_moves(&workload::MIXES, &seeds, arguments.jobs));
+    }
+    if wanted("speed") {
+        println!("{}", speed::table(&[125, 1_250, 12_500], &fleet::mixed()?));
+    }
+    Ok(())
+}

@@ -1,0 +1,50 @@
+//! Keeps the packing from getting worse unnoticed: accepted work and moves of short runs stay within the ranges of
+//! `ranges.json`. The runs are the same on any machine; a tolerance leaves room for changes that only reshuffle.
+
+use kerf_planner_bench::engine::{Engine, Moving};
+use kerf_planner_bench::fleet;
+use kerf_planner_bench::online::{GPUS, run};
+use kerf_planner_bench::workload::{MIXES, jobs};
+
+#[derive(serde::Deserialize)]
+struct Ranges {
+    tolerance_points: f64,
+    tolerance_moves: f64,
+    runs: Vec<Range>,
+}
+
+#[derive(serde::Deserialize)]
+struct Range {
+    mix: String,
+    load: f64,
+    moves: u32,
+    /// Accepted work in percent.
+    work: f64,
+    /// Moves in 100 arrivals.
+    moved: f64,
+}
+
+#[test]
+fn accepted_work_and_moves_are_in_range() {
+    let ranges: Ranges = serde_json::from_str(include_str!("ranges.json")).expect("ranges.json");
+    let snapshot = fleet::online(GPUS);
+    let mut off = Vec::new();
+    for range in &ranges.runs {
+        let mix =
+            MIXES.iter().find(|mix| mix.name == range.mix).unwrap_or_else(|| panic!("no mix {}", range.mix));
+        let jobs = jobs(mix, range.load, GPUS, 6000, 1);
+        let mut engine = Engine::new(&snapshot, Moving { moves: range.moves, share: 1.0 });
+        let work = run(&mut engine, &jobs).work;
+        let moved = engine.with_moves.iter().enumerate().map(|(n, times)| n as u64 * times).sum::<u64>();
+        let moved = 100.0 * moved as f64 / jobs.len() as f64;
+        let line =
+            format!("{} {} moves {}: work {work:.2}, moved {moved:.2}", range.mix, range.load, range.moves);
+        println!("{line}");
+        if (work - range.work).abs() > ranges.tolerance_points
+            || (moved - range.moved).abs() > ranges.tolerance_moves
+        {
+            off.push(format!("{line}, expected {} and {}", range.work, range.moved));
+        }
+    }
+    assert!(off.is_empty(), "out of range:\n{}", off.join("\n"));
+}
