@@ -59,6 +59,7 @@ pub struct Catalog<'a> {
 
 #[derive(Default)]
 struct Ranking {
+    epoch: u64,
     /// So many of the states met are in.
     seen: usize,
     cheapest: BTreeSet<(Cost, StateId)>,
@@ -147,10 +148,14 @@ impl<'a> Catalog<'a> {
         offers
     }
 
-    /// Brings [`Catalog::ranking`] up to date: `met` are the states that GPUs have been in, in the order of their first
-    /// appearance.
-    pub fn rank(&mut self, want: WantId, met: &[StateId]) {
-        let seen = self.rankings[want as usize].seen;
+    /// Brings [`Catalog::ranking`] up to date: `met` are the states that GPUs have been in, a list that only grows within
+    /// an epoch.
+    pub fn rank(&mut self, want: WantId, epoch: u64, met: &[StateId]) {
+        let ranking = &mut self.rankings[want as usize];
+        if ranking.epoch != epoch {
+            *ranking = Ranking { epoch, ..Ranking::default() };
+        }
+        let seen = ranking.seen;
         for &id in &met[seen..] {
             if let Some(best) = self.offers(id, want).first() {
                 self.rankings[want as usize].cheapest.insert((best.cost, id));

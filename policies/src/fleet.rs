@@ -4,11 +4,12 @@
 //! A request for one device is answered from an index of GPUs by state: the time depends on the number of distinct
 //! states, not of GPUs. For one of several devices each node is searched once and again only after it has changed.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::rc::Rc;
 
 use crate::catalog::{Catalog, Offer, StateId, WantId};
+use crate::index::{GROUPS, GroupId, Index, Seat};
 use crate::nodes::{self, Misfit};
 use crate::occupancy::{Device, GpuState};
 use crate::place::{self, Answer, Chosen, Solution};
@@ -44,10 +45,10 @@ pub struct Fleet<'a> {
     /// What GPUs can give.
     pub catalog: Catalog<'a>,
     nodes: Vec<NodeNow>,
-    /// By state: the GPUs in it, of those that can give anything. `None`: there has been none.
-    index: Vec<Option<BTreeSet<Seat>>>,
-    /// States that are in the index, in the order of their first appearance.
-    met: Vec<StateId>,
+    /// The GPUs that can give anything.
+    index: Index,
+    /// Number of groups of nodes, see [`crate::index`].
+    groups: usize,
     /// By hash of devices and constraints.
     shape_numbers: HashMap<u64, Vec<ShapeId>>,
     shapes: Vec<Shape>,
@@ -61,21 +62,14 @@ struct NodeNow {
     gpus: Vec<StateId>,
     /// By resource; `None`: the node has no such resource.
     free_milli: Vec<Option<i128>>,
-    /// With `Pack` fuller nodes come first, with `Spread` emptier ones: free slices, and their negative.
+    /// With `Pack` fuller nodes come first, with `Spread` emptier ones.
     crowding: i64,
     /// The beginning of the smallest UUID: the last tie-break, in which names of nodes play no part.
     rank: u128,
+    /// Nodes that no pod has told apart so far are of one group.
+    group: GroupId,
     /// Grows whenever a GPU changes.
     version: u32,
-}
-
-/// A GPU in the order in which equal ones are taken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Seat {
-    crowding: i64,
-    rank: u128,
-    node: NodeIndex,
-    gpu: GpuIndex,
 }
 
 /// Device needs and constraints of a kind.
@@ -99,6 +93,8 @@ pub struct Shape {
 #[derive(Debug)]
 struct Pod {
     unsuitable: Vec<Option<Misfit>>,
+    /// By group: whether any of its nodes suits.
+    suits: Vec<bool>,
     /// By name of the resource.
     milli: Vec<(String, ResourceId, i128)>,
 }
@@ -110,8 +106,8 @@ impl<'a> Fleet<'a> {
             snapshot,
             catalog: Catalog::of(snapshot),
             nodes: Vec::with_capacity(snapshot.nodes.len()),
-            index: Vec::new(),
-            met: Vec::new(),
+            index: Index::default(),
+            groups: 1,
             shape_numbers: HashMap::new(),
             shapes: Vec::new(),
             pod_numbers: HashMap::new(),
@@ -121,7 +117,9 @@ impl<'a> Fleet<'a> {
         for (index, node) in snapshot.nodes.iter().enumerate() {
             let now = fleet.node_now(node);
             fleet.nodes.push(now);
-            fleet.seat(index);
+            for gpu in 0..node.gpus.len() {
+                fleet.seat(index, gpu);
+            }
         }
         fleet
     }
@@ -135,8 +133,8 @@ impl<'a> Fleet<'a> {
             free_milli.resize(free_milli.len().max(id + 1), None);
             free_milli[id] = Some(free);
         }
-        let crowding = gpus.iter().map(|&id| self.crowding(id)).sum();
-        NodeNow { gpus, free_milli, crowding, rank: rank(&node.gpus), version: 0 }
+        let crowding = self.crowding(&gpus);
+        NodeNow { gpus, free_milli, crowding, rank: rank(&node.gpus), group: 0, version: 0 }
     }
 
     fn resource(&mut self, name: &str) -> ResourceId {
@@ -147,39 +145,30 @@ impl<'a> Fleet<'a> {
         self.resources.len() - 1
     }
 
-    fn crowding(&self, id: StateId) -> i64 {
-        let free = i64::from(self.catalog.free_slices(id));
-        if self.catalog.state(id).strategy == Strategy::Spread { -free } else { free }
+    /// Free slices, and their negative where emptier nodes come first, to four: a smaller difference is not worth the
+    /// changes of the index.
+    fn crowding(&self, gpus: &[StateId]) -> i64 {
+        let signed = |&id: &StateId| {
+            let free = i64::from(self.catalog.free_slices(id));
+            if self.catalog.state(id).strategy == Strategy::Spread { -free } else { free }
+        };
+        gpus.iter().map(signed).sum::<i64>() >> 2
     }
 
-    fn seats(&self, node: NodeIndex) -> impl Iterator<Item = (StateId, Seat)> + use<'_, 'a> {
+    /// Enters a GPU of the node into the index, as it is now.
+    fn seat(&mut self, node: NodeIndex, gpu: GpuIndex) {
         let now = &self.nodes[node];
-        let seat = move |gpu| Seat { crowding: now.crowding, rank: now.rank, node, gpu };
-        let gpus = now.gpus.iter().enumerate().filter(|&(_, &id)| self.catalog.gives(id));
-        gpus.map(move |(gpu, &id)| (id, seat(gpu)))
-    }
-
-    /// Enters the node's GPUs into the index.
-    fn seat(&mut self, node: NodeIndex) {
-        let seats: Vec<_> = self.seats(node).collect();
-        for (id, seat) in seats {
-            if self.index.len() <= id as usize {
-                self.index.resize(id as usize + 1, None);
-            }
-            let there = self.index[id as usize].get_or_insert_with(|| {
-                self.met.push(id);
-                BTreeSet::new()
-            });
-            there.insert(seat);
+        let state = now.gpus[gpu];
+        if self.catalog.gives(state) {
+            self.index.insert(state, now.group, Seat { crowding: now.crowding, rank: now.rank, node, gpu });
         }
     }
 
-    fn unseat(&mut self, node: NodeIndex) {
-        let seats: Vec<_> = self.seats(node).collect();
-        for (id, seat) in seats {
-            if let Some(there) = &mut self.index[id as usize] {
-                there.remove(&seat);
-            }
+    fn unseat(&mut self, node: NodeIndex, gpu: GpuIndex) {
+        let now = &self.nodes[node];
+        let state = now.gpus[gpu];
+        if self.catalog.gives(state) {
+            self.index.remove(state, now.group, Seat { crowding: now.crowding, rank: now.rank, node, gpu });
         }
     }
 
@@ -240,12 +229,45 @@ impl<'a> Fleet<'a> {
         if let Some(&id) = self.pod_numbers.get(pod) {
             return id;
         }
-        let unsuitable = self.snapshot.nodes.iter().map(|node| nodes::unsuitable(node, pod)).collect();
+        let unsuitable: Vec<Option<Misfit>> =
+            self.snapshot.nodes.iter().map(|node| nodes::unsuitable(node, pod)).collect();
+        let suits = self.tell_apart(&unsuitable);
         let needed = pod.milli.iter().filter(|&(_, &needs)| needs > 0);
         let milli = needed.map(|(name, &needs)| (name.clone(), self.resource(name), needs)).collect();
-        self.pods.push(Pod { unsuitable, milli });
+        self.pods.push(Pod { unsuitable, suits, milli });
         self.pod_numbers.insert(pod.clone(), self.pods.len() - 1);
         self.pods.len() - 1
+    }
+
+    /// Splits the groups of which some nodes suit and others do not. Answers which groups suit.
+    fn tell_apart(&mut self, unsuitable: &[Option<Misfit>]) -> Vec<bool> {
+        // Whether there are nodes that suit, and nodes that do not.
+        let mut kinds = vec![(false, false); self.groups];
+        for (now, misfit) in self.nodes.iter().zip(unsuitable) {
+            let (suits, not) = &mut kinds[now.group];
+            *suits |= misfit.is_none();
+            *not |= misfit.is_some();
+        }
+        let mut suits: Vec<bool> = kinds.iter().map(|&(suits, _)| suits).collect();
+        for (group, &kind) in kinds.iter().enumerate() {
+            if kind != (true, true) || self.groups == GROUPS {
+                continue;
+            }
+            for (node, misfit) in unsuitable.iter().enumerate() {
+                if self.nodes[node].group == group && misfit.is_some() {
+                    let gpus = 0..self.nodes[node].gpus.len();
+                    gpus.clone().for_each(|gpu| self.unseat(node, gpu));
+                    self.nodes[node].group = self.groups;
+                    gpus.for_each(|gpu| self.seat(node, gpu));
+                }
+            }
+            self.groups += 1;
+            suits.push(false);
+            for pod in &mut self.pods {
+                pod.suits.push(pod.suits[group]);
+            }
+        }
+        suits
     }
 
     /// A shape by its number.
@@ -309,7 +331,7 @@ impl<'a> Fleet<'a> {
     fn best_single(&mut self, asked: Numbered<'_>) -> Option<(NodeIndex, Solution)> {
         for alternative in 0..self.shapes[asked.shape].wants[0].len() {
             let want = self.shapes[asked.shape].wants[0][alternative];
-            self.catalog.rank(want, &self.met);
+            self.rank(want);
             let mut best: Option<(Cost, Seat, StateId)> = None;
             for (cost, state) in self.catalog.ranking(want) {
                 if best.is_some_and(|(lowest, _, _)| lowest < cost) {
@@ -327,10 +349,15 @@ impl<'a> Fleet<'a> {
         None
     }
 
+    fn rank(&mut self, want: WantId) {
+        let (epoch, met) = self.index.met();
+        self.catalog.rank(want, epoch, met);
+    }
+
     /// The first GPU in the state whose node can take the pod.
     fn first_seat(&self, state: StateId, asked: Numbered<'_>) -> Option<Seat> {
-        let mut seats = self.index.get(state as usize)?.as_ref()?.iter();
-        seats.find(|seat| self.fits(seat.node, asked)).copied()
+        let suits = &self.pods[asked.pod].suits;
+        self.index.first(state, |group| suits[group], |node| self.fits(node, asked))
     }
 
     /// Up to `most` places for the request, cheapest first; of places on GPUs in equal states only one. For several
@@ -342,7 +369,7 @@ impl<'a> Fleet<'a> {
         let mut places = Vec::new();
         for alternative in 0..self.shapes[asked.shape].wants[0].len() {
             let want = self.shapes[asked.shape].wants[0][alternative];
-            self.catalog.rank(want, &self.met);
+            self.rank(want);
             let seats: Vec<(StateId, Seat)> = self
                 .catalog
                 .ranking(want)
@@ -491,11 +518,19 @@ impl<'a> Fleet<'a> {
     }
 
     fn change(&mut self, node: NodeIndex, change: impl FnOnce(&mut Catalog<'a>, &mut [StateId])) {
-        self.unseat(node);
-        change(&mut self.catalog, &mut self.nodes[node].gpus);
-        self.nodes[node].crowding = self.nodes[node].gpus.iter().map(|&id| self.crowding(id)).sum();
-        self.nodes[node].version += 1;
-        self.seat(node);
+        let before = self.nodes[node].gpus.clone();
+        let mut after = before.clone();
+        change(&mut self.catalog, &mut after);
+        let crowding = self.crowding(&after);
+        // The others stay where they are, unless the node's place in the order changes.
+        let all = crowding != self.nodes[node].crowding;
+        let changed: Vec<GpuIndex> =
+            (0..before.len()).filter(|&gpu| all || before[gpu] != after[gpu]).collect();
+        changed.iter().for_each(|&gpu| self.unseat(node, gpu));
+        let now = &mut self.nodes[node];
+        (now.gpus, now.crowding) = (after, crowding);
+        now.version += 1;
+        changed.iter().for_each(|&gpu| self.seat(node, gpu));
     }
 }
 

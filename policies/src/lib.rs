@@ -9,7 +9,7 @@
 //! |---|---|
 //! | [`snapshot`], [`plan`](mod@plan) | the shapes of question and answer |
 //! | `cycle`, `fleet`, `place` | who is served in which order; the cluster as it fills; a place on one node |
-//! | `catalog` | what a GPU in some state can give, and at which price |
+//! | `catalog`, `index` | what a GPU in some state can give, and at which price; which GPUs are in which state |
 //! | [`occupancy`], `value` | what fits on a GPU; what its room is worth |
 //! | [`moves`] | which running pods to move so that a request fits |
 //! | [`layout`] | static layouts, warm instances |
@@ -26,6 +26,7 @@ pub mod check;
 mod cycle;
 mod explain;
 pub mod fleet;
+mod index;
 pub mod layout;
 pub mod moves;
 pub mod nodes;
