@@ -30,15 +30,29 @@ pub struct Desired<'a> {
     pub partitions: &'a [Partition],
 }
 
-/// All steps that could be taken now, in order: what [`next_step`] names, and what it names when that is passed over.
-/// The second value is why something is blocked, if something is and nothing more can be done.
-pub fn due_steps(desired: Desired<'_>, observed: Observed<'_>) -> (Vec<Step>, Option<Reason>) {
-    let mut due = Vec::new();
+/// What there is to do on one GPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Due {
+    /// All steps that could be taken now, in order: what [`next_step`] names, and what it names when that is passed over.
+    pub steps: Vec<Step>,
+    /// So many of them, the first ones, are for something that is wanted; the others only tidy up.
+    pub needed: usize,
+    /// Why something is blocked, if something is and nothing more can be done for what is wanted.
+    pub blocked: Option<Reason>,
+}
+
+/// See [`Due`].
+pub fn due_steps(desired: Desired<'_>, observed: Observed<'_>) -> Due {
+    let mut due = Due::default();
     loop {
-        match next_step(desired, Observed { passed_over: &due, ..observed }) {
-            Step::Nothing => return (due, None),
-            Step::Blocked(reason) => return (due, Some(reason)),
-            step => due.push(step),
+        let (step, tidies) = decide(desired, Observed { passed_over: &due.steps, ..observed });
+        match step {
+            Step::Nothing => return due,
+            Step::Blocked(reason) => return Due { blocked: Some(reason), ..due },
+            step => due.steps.push(step),
+        }
+        if !tidies {
+            due.needed = due.steps.len();
         }
     }
 }
@@ -193,35 +207,41 @@ fn blocked(reason: &str, message: String) -> Step {
 
 /// See the module's text.
 pub fn next_step(desired: Desired<'_>, observed: Observed<'_>) -> Step {
+    decide(desired, observed).0
+}
+
+/// The next step, and whether it only tidies up: nothing that is wanted needs it.
+fn decide(desired: Desired<'_>, observed: Observed<'_>) -> (Step, bool) {
     let gpu = observed.gpu;
+    let needed = |step| (step, false);
     // Not ours to touch, or past touching: each is reported where it was found.
     if gpu.unmanaged.is_some() || gpu.unhealthy.is_some() {
-        return Step::Nothing;
+        return needed(Step::Nothing);
     }
     let wanted = Wanted::on(gpu, desired.partitions);
     let Some(entry) = desired.gpu else {
         let missing = wanted.iter().find(|wanted| gpu.instance_at(wanted.placement).is_none());
-        return match missing {
+        return needed(match missing {
             Some(wanted) => blocked(
                 problem_reason::GPU_NOT_LISTED,
                 format!("{wanted} is wanted, but no policy manages this GPU"),
             ),
             None => Step::Nothing,
-        };
+        });
     };
     if let Some(step) = mode_step(entry, &wanted, &observed) {
-        return if observed.passed_over.contains(&step) { Step::Nothing } else { step };
+        return needed(if observed.passed_over.contains(&step) { Step::Nothing } else { step });
     }
     if !gpu.mig.enabled {
-        return match wanted.first() {
+        return needed(match wanted.first() {
             Some(wanted) => blocked(
                 problem_reason::MIG_OFF,
                 format!("{wanted} is wanted, but MIG mode is off and policy {} keeps it so", entry.policy),
             ),
             None => Step::Nothing,
-        };
+        });
     }
-    let Some(geometry) = gpu.geometry.as_deref() else { return Step::Nothing };
+    let Some(geometry) = gpu.geometry.as_deref() else { return needed(Step::Nothing) };
     let plan = Planner { observed, wanted: &wanted, geometry };
     plan.next()
 }
@@ -367,7 +387,8 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    fn next(&self) -> Step {
+    /// See [`decide`].
+    fn next(&self) -> (Step, bool) {
         let mut first_blocked = None;
         for wanted in self.wanted.iter().filter(|wanted| !wanted.hole) {
             match self.toward(wanted) {
@@ -376,13 +397,13 @@ impl Planner<'_> {
                     first_blocked.get_or_insert(step);
                 }
                 step if self.observed.passed_over.contains(&step) => {}
-                step => return step,
+                step => return (step, false),
             }
         }
-        if let Some(step) = self.leftover() {
-            return step;
+        match self.leftover() {
+            Some(step) => (step, true),
+            None => (first_blocked.unwrap_or(Step::Nothing), false),
         }
-        first_blocked.unwrap_or(Step::Nothing)
     }
 
     /// An instance that nobody wants and nobody could use: without compute instance, left by a crash between two steps,

@@ -231,9 +231,21 @@ fn all_due_steps_are_found() {
     let wanted = [claim("3g.40gb", 0), claim("2g.20gb", 4), claim("9g", 6)];
     let (gpu, prepared) = (gpu(), prepared(&[]));
     let observed = Observed { passed_over: &[], gpu: &gpu, prepared: &prepared, short_of_resources: false };
-    let (due, blocked) = due_steps(Desired { gpu: Some(&entry()), partitions: &wanted }, observed);
-    assert_eq!(due, [create("3g.40gb", 0), create("2g.20gb", 4)]);
-    assert_eq!(blocked.unwrap().reason, problem_reason::PROFILE_NOT_FOUND);
+    let due = due_steps(Desired { gpu: Some(&entry()), partitions: &wanted }, observed);
+    assert_eq!(due.steps, [create("3g.40gb", 0), create("2g.20gb", 4)]);
+    assert_eq!(due.needed, 2);
+    assert_eq!(due.blocked.unwrap().reason, problem_reason::PROFILE_NOT_FOUND);
+}
+
+#[test]
+fn steps_that_only_tidy_up_come_last_and_count_as_nobodys() {
+    let gpu = with(vec![failed(instance("1g.10gb", 0)), half(instance("1g.10gb", 6))]);
+    let (wanted, prepared) = ([claim("1g.10gb", 2), claim("1g.10gb+me", 6)], prepared(&[]));
+    let observed = Observed { passed_over: &[], gpu: &gpu, prepared: &prepared, short_of_resources: false };
+    let due = due_steps(Desired { gpu: Some(&entry()), partitions: &wanted }, observed);
+    // The last one is in the way.
+    assert_eq!(due.steps, [create("1g.10gb", 2), destroy("1g.10gb", 6), destroy_compute("1g.10gb", 0)]);
+    assert_eq!((due.needed, due.blocked), (2, None));
 }
 
 #[test]

@@ -271,6 +271,27 @@ async fn a_failed_instance_that_nobody_uses_gives_its_slices_back() {
 }
 
 #[tokio::test]
+async fn a_failed_instance_that_cannot_be_destroyed_is_told_of_and_is_no_problem_of_its_gpu() {
+    let node = a100(1);
+    let mut daemon = node.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let entries = [managed(&gpu)];
+    daemon.settle(1, &entries, &[claim(&gpu, "1g.10gb", 0, 1)]).await;
+    node.sim.inject("nvmlGpuInstanceDestroy", NvmlError::Unknown, Occurrence::Persistent, None).unwrap();
+    daemon.apply(2, &entries, &[]);
+    node.watches_xids(0).await;
+    let failing = node.sim.instances().unwrap().remove(0).gi;
+    node.sim.xid(0, Some(failing), 94).unwrap();
+    daemon.note("the failure", |note| note.message.contains("destroy 1g.10gb at 0:1")).await;
+    daemon.settle(3, &entries, &[claim(&gpu, "1g.10gb", 6, 1)]).await;
+    // It is one as soon as the instance is in somebody's way.
+    daemon.apply(4, &entries, &[claim(&gpu, "3g.40gb", 0, 4)]);
+    daemon.report(&gpu.uuid, "a problem", |report| report.problem.is_some()).await;
+    node.sim.clear_faults().unwrap();
+    daemon.settled(4, &[claim(&gpu, "3g.40gb", 0, 4)]).await;
+}
+
+#[tokio::test]
 async fn xids_that_tell_nothing_new_make_no_rounds() {
     let node = a100(2);
     let mut daemon = node.start();
