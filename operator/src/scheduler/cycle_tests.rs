@@ -183,6 +183,33 @@ fn a_failed_gpu_is_left_even_if_there_is_no_other() {
 }
 
 #[test]
+fn an_instance_that_failed_before_its_pod_had_it_is_left() {
+    let memory = Memory::default();
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic()).with_pod(gated_pod(
+        "p",
+        "nvidia.com/mig-3g.40gb",
+        json!({}),
+    ));
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    let start = entries(&world, "n0")[0].1;
+    let report = |world: &mut World, failed: &[bool]| {
+        let reported = failed.iter().zip([start, 4 - start]).map(|(failed, start)| {
+            let why = kerf_crds::gpu_node::Reason { reason: "Xid94".into(), message: "XID 94".into() };
+            kerf_crds::gpu_node::Instance { unhealthy: failed.then_some(why), ..instance("3g.40gb", start) }
+        });
+        let reported = reported.collect();
+        world.replace_gpu_node(|node| node.status.as_mut().unwrap().gpus[0].instances = reported, "n0");
+    };
+    report(&mut world, &[false, true]);
+    let key = decide_now(&world, &memory).drive.first().unwrap().clone();
+    assert!(!memory.withdraws(&key), "it is another that has failed");
+    report(&mut world, &[true]);
+    decide_now(&world, &memory);
+    assert!(memory.withdraws(&key));
+}
+
+#[test]
 fn kube_scheduler_may_preempt_for_a_pod_of_higher_priority() {
     let memory = Memory::default();
     let low: PodInfo = serde_json::from_value::<k8s_openapi::api::core::v1::Pod>(json!({
