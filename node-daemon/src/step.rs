@@ -8,8 +8,8 @@
 //!   not wanted, nor is a failed one that no claim has);
 //! - nothing is created over something that exists;
 //! - with nothing in use, repeated steps end, and then every wanted partition that can exist does;
-//! - idle instances that are in nobody's way stay, for reuse; failed ones go, as their end ends the failure and frees
-//!   the slices. Where the driver asks for a reset of the GPU, only that does.
+//! - idle instances that are in nobody's way stay, for reuse; those of no use go, and failed ones, as their end ends the
+//!   failure and frees the slices. Where the driver asks for a reset of the GPU, only that does.
 
 use kerf_crds::conditions::{problem_reason, unmanaged_reason};
 use kerf_crds::gpu_node::{
@@ -380,6 +380,11 @@ fn take_down(instance: &Instance) -> Step {
     }
 }
 
+/// Whether it has its compute instance, and NVML's list of MIG devices leaves it out: no pod can use it.
+fn lacks_device(instance: &Instance) -> bool {
+    matches!(instance.compute_instances.as_slice(), [one] if one.full_width && one.uuid.is_empty())
+}
+
 struct Planner<'a> {
     observed: Observed<'a>,
     wanted: &'a [Wanted],
@@ -406,15 +411,17 @@ impl Planner<'_> {
         }
     }
 
-    /// An instance that nobody wants and nobody could use: without compute instance, left by a crash between two steps,
-    /// or failed.
+    /// An instance that nobody wants and nobody could use: without compute instance, left by a crash between two steps;
+    /// without MIG device; or failed.
     fn leftover(&self) -> Option<Step> {
         let gpu = self.observed.gpu;
         gpu.instances
             .iter()
             .filter(|instance| {
                 self.removable(instance, false)
-                    && (instance.compute_instances.is_empty() || self.failed(instance))
+                    && (instance.compute_instances.is_empty()
+                        || lacks_device(instance)
+                        || self.failed(instance))
             })
             .map(take_down)
             .find(|step| !self.observed.passed_over.contains(step))
@@ -431,7 +438,7 @@ impl Planner<'_> {
             return match instance.compute_instances.as_slice() {
                 _ if instance.foreign => Step::Nothing,
                 [] => Step::CreateComputeInstance { instance: target(instance) },
-                [one] if one.full_width && one.uuid.is_empty() => self.without_device(instance),
+                _ if lacks_device(instance) => self.without_device(instance),
                 _ => Step::Nothing,
             };
         }
@@ -456,7 +463,6 @@ impl Planner<'_> {
         self.make(wanted, profile)
     }
 
-    /// It has its compute instance, and NVML's list of MIG devices leaves it out: no pod can use it.
     fn without_device(&self, instance: &Instance) -> Step {
         let failure = Failure { call: "nvmlDeviceGetMigDeviceHandleByIndex", code: Code::NOT_FOUND };
         let gpu = &self.observed.gpu.uuid;

@@ -113,6 +113,11 @@ fn half(instance: Instance) -> Instance {
     Instance { compute_instances: vec![], ..instance }
 }
 
+fn without_device(mut instance: Instance) -> Instance {
+    instance.compute_instances[0].uuid.clear();
+    instance
+}
+
 fn failed(instance: Instance) -> Instance {
     let why = Reason { reason: "Xid94".into(), message: "contained error".into() };
     Instance { unhealthy: Some(why), ..instance }
@@ -371,17 +376,24 @@ fn a_failed_instance_stays_while_somebody_has_it_or_only_a_reset_would_help() {
 }
 
 #[test]
-fn an_instance_that_the_driver_shows_no_device_of_is_waited_for_and_named() {
-    let mut unseen = instance("2g.20gb", 2);
-    unseen.compute_instances[0].uuid.clear();
-    let gpu = with(vec![unseen]);
+fn an_instance_that_the_driver_shows_no_device_of_is_waited_for_and_named_or_taken_down_if_nobody_wants_it() {
+    let unseen = without_device(instance("2g.20gb", 2));
+    let gpu = with(vec![unseen.clone()]);
     for wanted in [claim("2g.20gb", 2), warm("2g.20gb", 2)] {
         let named = "nvmlDeviceGetMigDeviceHandleByIndex";
         assert_blocked(step(&gpu, std::slice::from_ref(&wanted)), "NOT_FOUND", named);
         assert_blocked(step(&gpu, &[wanted]), "NOT_FOUND", "2g.20gb at 2:2 (GPU instance 22) on GPU-1");
     }
-    assert_eq!(step(&gpu, &[]), Step::Nothing, "nobody misses it");
-    assert_eq!(step(&gpu, &[claim("3g.40gb", 0)]), destroy_compute("2g.20gb", 2), "nor can it be in use");
+    for wanted in [&[][..], &[claim("3g.40gb", 0)], &[claim("3g.40gb", 4)]] {
+        let others = with(vec![unseen.clone(), instance("3g.40gb", 4)]);
+        assert_eq!(step(&others, wanted), destroy_compute("2g.20gb", 2));
+    }
+    assert_eq!(
+        step_on(&gpu, &entry(), &[], &prepared(&[("2g.20gb", 2)])),
+        Step::Nothing,
+        "a claim is prepared"
+    );
+    assert_eq!(step(&with(vec![foreign(unseen)]), &[]), Step::Nothing);
 }
 
 #[test]
