@@ -5,7 +5,7 @@
 //!
 //! Invariants, whatever is wanted (property tests in [`tests`]):
 //! - nothing in use, nothing foreign and nothing wanted is destroyed (a warm instance that stands in a claim's way is
-//!   not wanted, nor is a failed one that no claim has);
+//!   not wanted, nor is a failed one);
 //! - nothing is created over something that exists;
 //! - with nothing in use, repeated steps end, and then every wanted partition that can exist does;
 //! - idle instances that are in nobody's way stay, for reuse; those of no use go, and failed ones, as their end ends the
@@ -430,9 +430,8 @@ impl Planner<'_> {
     fn toward(&self, wanted: &Wanted) -> Step {
         let gpu = self.observed.gpu;
         if let Some(instance) = gpu.instances.iter().find(|instance| wanted.is(instance)) {
-            let half_made = instance.compute_instances.is_empty();
-            // A claim that was given it keeps it; half made it is nobody's yet.
-            if self.failed(instance) && self.unused(instance) && (half_made || !wanted.claimed) {
+            // Whoever waits for it cannot use it; a claim for which it is prepared keeps it.
+            if self.failed(instance) && self.unused(instance) {
                 return take_down(instance);
             }
             return match instance.compute_instances.as_slice() {

@@ -250,7 +250,8 @@ async fn a_failed_instance_that_nobody_uses_gives_its_slices_back() {
         (gi(0), gi(4))
     };
     // One of the claims ends. While a process is still there, the instance stays.
-    let process = node.sim.hold_as_process(0, Some((idle, 0)), std::process::id()).unwrap();
+    let process = |instance| node.sim.hold_as_process(0, Some((instance, 0)), std::process::id()).unwrap();
+    let (process, user) = (process(idle), process(used));
     daemon.apply(2, &entries, std::slice::from_ref(&kept));
     node.watches_xids(0).await;
     for instance in [idle, used] {
@@ -262,12 +263,15 @@ async fn a_failed_instance_that_nobody_uses_gives_its_slices_back() {
     assert_eq!(node.layout(), ["0 3g.40gb@0", "0 3g.40gb@4"]);
     drop(process);
     let inventory = daemon.until("one instance", |inventory| inventory.gpus[0].instances.len() == 1).await;
-    assert_eq!(failed(&inventory), 1, "the one that a claim has stays");
+    assert_eq!(failed(&inventory), 1, "the one that is in use stays");
     assert_eq!(inventory.gpus[0].unhealthy, None);
     // The same place again, and nothing is wrong there.
     let inventory = daemon.settle(3, &entries, &[claim(&gpu, "3g.40gb", 0, 4), kept]).await;
     assert_eq!(failed(&inventory), 1);
     assert!(inventory.gpus[0].instances[0].unhealthy.is_none());
+    // The other claim's pod has not begun, or has ended.
+    drop(user);
+    daemon.until("two healthy instances", |i| failed(i) == 0 && i.gpus[0].instances.len() == 2).await;
 }
 
 #[tokio::test]
