@@ -5,11 +5,11 @@
 //!
 //! Invariants, whatever is wanted (property tests in [`tests`]):
 //! - nothing in use, nothing foreign and nothing wanted is destroyed (a warm instance that stands in a claim's way is
-//!   not wanted, nor is a failed one that no claim has);
+//!   not wanted, nor is a failed one);
 //! - nothing is created over something that exists;
 //! - with nothing in use, repeated steps end, and then every wanted partition that can exist does;
-//! - idle instances that are in nobody's way stay, for reuse; failed ones go, as their end ends the failure and frees
-//!   the slices. Where the driver asks for a reset of the GPU, only that does.
+//! - idle instances that are in nobody's way stay, for reuse; those of no use go, and failed ones, as their end ends the
+//!   failure and frees the slices. Where the driver asks for a reset of the GPU, only that does.
 
 use kerf_crds::conditions::{problem_reason, unmanaged_reason};
 use kerf_crds::gpu_node::{
@@ -30,15 +30,29 @@ pub struct Desired<'a> {
     pub partitions: &'a [Partition],
 }
 
-/// All steps that could be taken now, in order: what [`next_step`] names, and what it names when that is passed over.
-/// The second value is why something is blocked, if something is and nothing more can be done.
-pub fn due_steps(desired: Desired<'_>, observed: Observed<'_>) -> (Vec<Step>, Option<Reason>) {
-    let mut due = Vec::new();
+/// What there is to do on one GPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Due {
+    /// All steps that could be taken now, in order: what [`next_step`] names, and what it names when that is passed over.
+    pub steps: Vec<Step>,
+    /// So many of them, the first ones, are for something that is wanted; the others only tidy up.
+    pub needed: usize,
+    /// Why something is blocked, if something is and nothing more can be done for what is wanted.
+    pub blocked: Option<Reason>,
+}
+
+/// See [`Due`].
+pub fn due_steps(desired: Desired<'_>, observed: Observed<'_>) -> Due {
+    let mut due = Due::default();
     loop {
-        match next_step(desired, Observed { passed_over: &due, ..observed }) {
-            Step::Nothing => return (due, None),
-            Step::Blocked(reason) => return (due, Some(reason)),
-            step => due.push(step),
+        let (step, tidies) = decide(desired, Observed { passed_over: &due.steps, ..observed });
+        match step {
+            Step::Nothing => return due,
+            Step::Blocked(reason) => return Due { blocked: Some(reason), ..due },
+            step => due.steps.push(step),
+        }
+        if !tidies {
+            due.needed = due.steps.len();
         }
     }
 }
@@ -193,35 +207,41 @@ fn blocked(reason: &str, message: String) -> Step {
 
 /// See the module's text.
 pub fn next_step(desired: Desired<'_>, observed: Observed<'_>) -> Step {
+    decide(desired, observed).0
+}
+
+/// The next step, and whether it only tidies up: nothing that is wanted needs it.
+fn decide(desired: Desired<'_>, observed: Observed<'_>) -> (Step, bool) {
     let gpu = observed.gpu;
+    let needed = |step| (step, false);
     // Not ours to touch, or past touching: each is reported where it was found.
     if gpu.unmanaged.is_some() || gpu.unhealthy.is_some() {
-        return Step::Nothing;
+        return needed(Step::Nothing);
     }
     let wanted = Wanted::on(gpu, desired.partitions);
     let Some(entry) = desired.gpu else {
         let missing = wanted.iter().find(|wanted| gpu.instance_at(wanted.placement).is_none());
-        return match missing {
+        return needed(match missing {
             Some(wanted) => blocked(
                 problem_reason::GPU_NOT_LISTED,
                 format!("{wanted} is wanted, but no policy manages this GPU"),
             ),
             None => Step::Nothing,
-        };
+        });
     };
     if let Some(step) = mode_step(entry, &wanted, &observed) {
-        return if observed.passed_over.contains(&step) { Step::Nothing } else { step };
+        return needed(if observed.passed_over.contains(&step) { Step::Nothing } else { step });
     }
     if !gpu.mig.enabled {
-        return match wanted.first() {
+        return needed(match wanted.first() {
             Some(wanted) => blocked(
                 problem_reason::MIG_OFF,
                 format!("{wanted} is wanted, but MIG mode is off and policy {} keeps it so", entry.policy),
             ),
             None => Step::Nothing,
-        };
+        });
     }
-    let Some(geometry) = gpu.geometry.as_deref() else { return Step::Nothing };
+    let Some(geometry) = gpu.geometry.as_deref() else { return needed(Step::Nothing) };
     let plan = Planner { observed, wanted: &wanted, geometry };
     plan.next()
 }
@@ -360,6 +380,11 @@ fn take_down(instance: &Instance) -> Step {
     }
 }
 
+/// Whether it has its compute instance, and NVML's list of MIG devices leaves it out: no pod can use it.
+fn lacks_device(instance: &Instance) -> bool {
+    matches!(instance.compute_instances.as_slice(), [one] if one.full_width && one.uuid.is_empty())
+}
+
 struct Planner<'a> {
     observed: Observed<'a>,
     wanted: &'a [Wanted],
@@ -367,7 +392,8 @@ struct Planner<'a> {
 }
 
 impl Planner<'_> {
-    fn next(&self) -> Step {
+    /// See [`decide`].
+    fn next(&self) -> (Step, bool) {
         let mut first_blocked = None;
         for wanted in self.wanted.iter().filter(|wanted| !wanted.hole) {
             match self.toward(wanted) {
@@ -376,24 +402,26 @@ impl Planner<'_> {
                     first_blocked.get_or_insert(step);
                 }
                 step if self.observed.passed_over.contains(&step) => {}
-                step => return step,
+                step => return (step, false),
             }
         }
-        if let Some(step) = self.leftover() {
-            return step;
+        match self.leftover() {
+            Some(step) => (step, true),
+            None => (first_blocked.unwrap_or(Step::Nothing), false),
         }
-        first_blocked.unwrap_or(Step::Nothing)
     }
 
-    /// An instance that nobody wants and nobody could use: without compute instance, left by a crash between two steps,
-    /// or failed.
+    /// An instance that nobody wants and nobody could use: without compute instance, left by a crash between two steps;
+    /// without MIG device; or failed.
     fn leftover(&self) -> Option<Step> {
         let gpu = self.observed.gpu;
         gpu.instances
             .iter()
             .filter(|instance| {
                 self.removable(instance, false)
-                    && (instance.compute_instances.is_empty() || self.failed(instance))
+                    && (instance.compute_instances.is_empty()
+                        || lacks_device(instance)
+                        || self.failed(instance))
             })
             .map(take_down)
             .find(|step| !self.observed.passed_over.contains(step))
@@ -402,15 +430,14 @@ impl Planner<'_> {
     fn toward(&self, wanted: &Wanted) -> Step {
         let gpu = self.observed.gpu;
         if let Some(instance) = gpu.instances.iter().find(|instance| wanted.is(instance)) {
-            let half_made = instance.compute_instances.is_empty();
-            // A claim that was given it keeps it; half made it is nobody's yet.
-            if self.failed(instance) && self.unused(instance) && (half_made || !wanted.claimed) {
+            // Whoever waits for it cannot use it; a claim for which it is prepared keeps it.
+            if self.failed(instance) && self.unused(instance) {
                 return take_down(instance);
             }
             return match instance.compute_instances.as_slice() {
                 _ if instance.foreign => Step::Nothing,
                 [] => Step::CreateComputeInstance { instance: target(instance) },
-                [one] if one.full_width && one.uuid.is_empty() => self.without_device(instance),
+                _ if lacks_device(instance) => self.without_device(instance),
                 _ => Step::Nothing,
             };
         }
@@ -435,7 +462,6 @@ impl Planner<'_> {
         self.make(wanted, profile)
     }
 
-    /// It has its compute instance, and NVML's list of MIG devices leaves it out: no pod can use it.
     fn without_device(&self, instance: &Instance) -> Step {
         let failure = Failure { call: "nvmlDeviceGetMigDeviceHandleByIndex", code: Code::NOT_FOUND };
         let gpu = &self.observed.gpu.uuid;

@@ -19,7 +19,7 @@ use crate::node::{GpuReport, NodeState, SeenSpec};
 use crate::ours::Ours;
 use crate::pace::Pace;
 use crate::prepared::{Condemned, DeviceKey};
-use crate::step::{Desired, Observed, Step, due_steps};
+use crate::step::{Desired, Due, Observed, Step, due_steps};
 
 /// How soon to look again while something is waited for that only a look can show: processes that end.
 const WAITING: Duration = Duration::from_secs(1);
@@ -171,8 +171,11 @@ impl Worker {
             self.publish(gpu);
             return Some(rest);
         };
-        let (due, blocked) = self.due(&gpu, concern);
+        let Due { steps: due, needed, blocked } = self.due(&gpu, concern);
         self.failed.retain(|failed| due.contains(&failed.step));
+        // What fails to be tidied up is in nobody's way: the rest of the GPU is as good as before.
+        let failing = self.failed.iter().find(|failed| due[..needed].contains(&failed.step));
+        let problem = failing.map(|failed| failed.reason.clone());
         if let Some(reason) =
             blocked.as_ref().filter(|r| r.reason == unmanaged_reason::MODE_SWITCH_NOT_ALLOWED)
         {
@@ -183,13 +186,13 @@ impl Worker {
         let ready =
             due.into_iter().find(|step| self.failed.iter().all(|f| f.step != *step || f.again <= now));
         if let Some(step) = ready {
-            self.report(&spec, self.failed.first().map(|failed| failed.reason.clone()));
+            self.report(&spec, problem);
             return self.take(step, concern, &spec).await;
         }
         let blocked = blocked.filter(|reason| reason.reason != unmanaged_reason::MODE_SWITCH_NOT_ALLOWED);
         let waits = blocked.is_some();
         let lasting = self.lasting(blocked);
-        self.report(&spec, self.failed.first().map(|failed| failed.reason.clone()).or(lasting));
+        self.report(&spec, problem.or(lasting));
         let next_try = self.failed.iter().map(|failed| failed.again).min().unwrap_or_else(far_future);
         let look = if waits { now + WAITING } else { far_future() };
         Some(rest.min(next_try).min(look))
@@ -213,7 +216,7 @@ impl Worker {
         lasts.then_some(reason)
     }
 
-    fn due(&self, gpu: &Gpu, concern: &Concern) -> (Vec<Step>, Option<Reason>) {
+    fn due(&self, gpu: &Gpu, concern: &Concern) -> Due {
         let prepared = self.context.state.prepared.snapshot();
         let short_of_resources =
             self.failed.iter().any(|failed| failed.code == Some(Code::INSUFFICIENT_RESOURCES));

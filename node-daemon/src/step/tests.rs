@@ -113,6 +113,11 @@ fn half(instance: Instance) -> Instance {
     Instance { compute_instances: vec![], ..instance }
 }
 
+fn without_device(mut instance: Instance) -> Instance {
+    instance.compute_instances[0].uuid.clear();
+    instance
+}
+
 fn failed(instance: Instance) -> Instance {
     let why = Reason { reason: "Xid94".into(), message: "contained error".into() };
     Instance { unhealthy: Some(why), ..instance }
@@ -231,9 +236,21 @@ fn all_due_steps_are_found() {
     let wanted = [claim("3g.40gb", 0), claim("2g.20gb", 4), claim("9g", 6)];
     let (gpu, prepared) = (gpu(), prepared(&[]));
     let observed = Observed { passed_over: &[], gpu: &gpu, prepared: &prepared, short_of_resources: false };
-    let (due, blocked) = due_steps(Desired { gpu: Some(&entry()), partitions: &wanted }, observed);
-    assert_eq!(due, [create("3g.40gb", 0), create("2g.20gb", 4)]);
-    assert_eq!(blocked.unwrap().reason, problem_reason::PROFILE_NOT_FOUND);
+    let due = due_steps(Desired { gpu: Some(&entry()), partitions: &wanted }, observed);
+    assert_eq!(due.steps, [create("3g.40gb", 0), create("2g.20gb", 4)]);
+    assert_eq!(due.needed, 2);
+    assert_eq!(due.blocked.unwrap().reason, problem_reason::PROFILE_NOT_FOUND);
+}
+
+#[test]
+fn steps_that_only_tidy_up_come_last_and_count_as_nobodys() {
+    let gpu = with(vec![failed(instance("1g.10gb", 0)), half(instance("1g.10gb", 6))]);
+    let (wanted, prepared) = ([claim("1g.10gb", 2), claim("1g.10gb+me", 6)], prepared(&[]));
+    let observed = Observed { passed_over: &[], gpu: &gpu, prepared: &prepared, short_of_resources: false };
+    let due = due_steps(Desired { gpu: Some(&entry()), partitions: &wanted }, observed);
+    // The last one is in the way.
+    assert_eq!(due.steps, [create("1g.10gb", 2), destroy("1g.10gb", 6), destroy_compute("1g.10gb", 0)]);
+    assert_eq!((due.needed, due.blocked), (2, None));
 }
 
 #[test]
@@ -326,19 +343,20 @@ fn a_half_made_instance_is_finished_if_wanted_and_else_removed() {
 }
 
 #[test]
-fn a_failed_instance_that_nobody_uses_is_taken_down_and_made_anew_if_a_policy_wants_it() {
+fn a_failed_instance_that_nobody_uses_is_taken_down_and_made_anew_if_it_is_wanted() {
     let whole = with(vec![instance("1g.10gb", 0), failed(instance("2g.20gb", 2))]);
     let half_gone = with(vec![failed(half(instance("2g.20gb", 2)))]);
     assert_eq!(step(&whole, &[]), destroy_compute("2g.20gb", 2));
     assert_eq!(step(&half_gone, &[]), destroy("2g.20gb", 2));
-    for kind in [PolicyInstance::Static, PolicyInstance::Warm] {
-        let wanted = [of_policy("2g.20gb", 2, kind)];
+    let of_policies =
+        [PolicyInstance::Static, PolicyInstance::Warm].map(|kind| of_policy("2g.20gb", 2, kind));
+    // The claim's pod was given it, perhaps, and has not begun.
+    for wanted in of_policies.into_iter().chain([claim("2g.20gb", 2)]) {
+        let wanted = [wanted];
         assert_eq!(step(&whole, &wanted), destroy_compute("2g.20gb", 2));
         assert_eq!(step(&half_gone, &wanted), destroy("2g.20gb", 2));
         assert_eq!(step(&gpu(), &wanted), create("2g.20gb", 2));
     }
-    // It was being taken down when the claim came.
-    assert_eq!(step(&half_gone, &[claim("2g.20gb", 2)]), destroy("2g.20gb", 2));
 }
 
 #[test]
@@ -346,10 +364,8 @@ fn a_failed_instance_stays_while_somebody_has_it_or_only_a_reset_would_help() {
     let alone = |instance| with(vec![instance]);
     let idle = failed(instance("2g.20gb", 2));
     let both = [of_policy("2g.20gb", 2, PolicyInstance::Static), claim("2g.20gb", 2)];
-    assert_eq!(step(&alone(idle.clone()), &both[1..]), Step::Nothing);
-    assert_eq!(step(&alone(idle.clone()), &both), Step::Nothing);
     let held = prepared(&[("2g.20gb", 2)]);
-    for wanted in [&[][..], &both[..1]] {
+    for wanted in [&[][..], &both[..1], &both[1..], &both] {
         assert_eq!(step_on(&alone(idle.clone()), &entry(), wanted, &held), Step::Nothing);
         assert_eq!(step(&alone(running(idle.clone())), wanted), Step::Nothing);
         assert_eq!(step(&alone(foreign(idle.clone())), wanted), Step::Nothing);
@@ -359,17 +375,24 @@ fn a_failed_instance_stays_while_somebody_has_it_or_only_a_reset_would_help() {
 }
 
 #[test]
-fn an_instance_that_the_driver_shows_no_device_of_is_waited_for_and_named() {
-    let mut unseen = instance("2g.20gb", 2);
-    unseen.compute_instances[0].uuid.clear();
-    let gpu = with(vec![unseen]);
+fn an_instance_that_the_driver_shows_no_device_of_is_waited_for_and_named_or_taken_down_if_nobody_wants_it() {
+    let unseen = without_device(instance("2g.20gb", 2));
+    let gpu = with(vec![unseen.clone()]);
     for wanted in [claim("2g.20gb", 2), warm("2g.20gb", 2)] {
         let named = "nvmlDeviceGetMigDeviceHandleByIndex";
         assert_blocked(step(&gpu, std::slice::from_ref(&wanted)), "NOT_FOUND", named);
         assert_blocked(step(&gpu, &[wanted]), "NOT_FOUND", "2g.20gb at 2:2 (GPU instance 22) on GPU-1");
     }
-    assert_eq!(step(&gpu, &[]), Step::Nothing, "nobody misses it");
-    assert_eq!(step(&gpu, &[claim("3g.40gb", 0)]), destroy_compute("2g.20gb", 2), "nor can it be in use");
+    for wanted in [&[][..], &[claim("3g.40gb", 0)], &[claim("3g.40gb", 4)]] {
+        let others = with(vec![unseen.clone(), instance("3g.40gb", 4)]);
+        assert_eq!(step(&others, wanted), destroy_compute("2g.20gb", 2));
+    }
+    assert_eq!(
+        step_on(&gpu, &entry(), &[], &prepared(&[("2g.20gb", 2)])),
+        Step::Nothing,
+        "a claim is prepared"
+    );
+    assert_eq!(step(&with(vec![foreign(unseen)]), &[]), Step::Nothing);
 }
 
 #[test]
@@ -573,9 +596,10 @@ impl World {
                 let hit = self.gpu.instances[position].clone();
                 prop_assert!(!hit.foreign, "destroys a foreign instance");
                 prop_assert!(!self.in_use(&hit), "destroys an instance in use");
-                let useless =
-                    hit.unhealthy.is_some() && (hit.compute_instances.is_empty() || !self.claimed(&hit));
-                prop_assert!(useless || !self.firmly_wanted(&hit), "destroys a wanted instance");
+                prop_assert!(
+                    hit.unhealthy.is_some() || !self.firmly_wanted(&hit),
+                    "destroys a wanted instance"
+                );
                 if matches!(step, Step::DestroyGpuInstance { .. }) {
                     prop_assert!(hit.compute_instances.is_empty());
                     self.gpu.instances.remove(position);
@@ -635,7 +659,7 @@ proptest! {
         prop_assert!(world.next().kind().is_none());
         if world.gpu.mig.enabled && world.entry.mig != DesiredMig::Disabled {
             for left in world.gpu.instances.iter().filter(|left| left.unhealthy.is_some()) {
-                prop_assert!(world.in_use(left) || world.claimed(left), "a failed instance keeps its slices");
+                prop_assert!(world.in_use(left), "a failed instance keeps its slices");
             }
         }
     }

@@ -250,7 +250,8 @@ async fn a_failed_instance_that_nobody_uses_gives_its_slices_back() {
         (gi(0), gi(4))
     };
     // One of the claims ends. While a process is still there, the instance stays.
-    let process = node.sim.hold_as_process(0, Some((idle, 0)), std::process::id()).unwrap();
+    let process = |instance| node.sim.hold_as_process(0, Some((instance, 0)), std::process::id()).unwrap();
+    let (process, user) = (process(idle), process(used));
     daemon.apply(2, &entries, std::slice::from_ref(&kept));
     node.watches_xids(0).await;
     for instance in [idle, used] {
@@ -262,12 +263,36 @@ async fn a_failed_instance_that_nobody_uses_gives_its_slices_back() {
     assert_eq!(node.layout(), ["0 3g.40gb@0", "0 3g.40gb@4"]);
     drop(process);
     let inventory = daemon.until("one instance", |inventory| inventory.gpus[0].instances.len() == 1).await;
-    assert_eq!(failed(&inventory), 1, "the one that a claim has stays");
+    assert_eq!(failed(&inventory), 1, "the one that is in use stays");
     assert_eq!(inventory.gpus[0].unhealthy, None);
     // The same place again, and nothing is wrong there.
     let inventory = daemon.settle(3, &entries, &[claim(&gpu, "3g.40gb", 0, 4), kept]).await;
     assert_eq!(failed(&inventory), 1);
     assert!(inventory.gpus[0].instances[0].unhealthy.is_none());
+    // The other claim's pod has not begun, or has ended.
+    drop(user);
+    daemon.until("two healthy instances", |i| failed(i) == 0 && i.gpus[0].instances.len() == 2).await;
+}
+
+#[tokio::test]
+async fn a_failed_instance_that_cannot_be_destroyed_is_told_of_and_is_no_problem_of_its_gpu() {
+    let node = a100(1);
+    let mut daemon = node.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let entries = [managed(&gpu)];
+    daemon.settle(1, &entries, &[claim(&gpu, "1g.10gb", 0, 1)]).await;
+    node.sim.inject("nvmlGpuInstanceDestroy", NvmlError::Unknown, Occurrence::Persistent, None).unwrap();
+    daemon.apply(2, &entries, &[]);
+    node.watches_xids(0).await;
+    let failing = node.sim.instances().unwrap().remove(0).gi;
+    node.sim.xid(0, Some(failing), 94).unwrap();
+    daemon.note("the failure", |note| note.message.contains("destroy 1g.10gb at 0:1")).await;
+    daemon.settle(3, &entries, &[claim(&gpu, "1g.10gb", 6, 1)]).await;
+    // It is one as soon as the instance is in somebody's way.
+    daemon.apply(4, &entries, &[claim(&gpu, "3g.40gb", 0, 4)]);
+    daemon.report(&gpu.uuid, "a problem", |report| report.problem.is_some()).await;
+    node.sim.clear_faults().unwrap();
+    daemon.settled(4, &[claim(&gpu, "3g.40gb", 0, 4)]).await;
 }
 
 #[tokio::test]

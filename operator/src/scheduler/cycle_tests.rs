@@ -183,6 +183,33 @@ fn a_failed_gpu_is_left_even_if_there_is_no_other() {
 }
 
 #[test]
+fn an_instance_that_failed_before_its_pod_had_it_is_left() {
+    let memory = Memory::default();
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic()).with_pod(gated_pod(
+        "p",
+        "nvidia.com/mig-3g.40gb",
+        json!({}),
+    ));
+    let decision = decide_now(&world, &memory);
+    commit_specs(&mut world, &decision);
+    let start = entries(&world, "n0")[0].1;
+    let report = |world: &mut World, failed: &[bool]| {
+        let reported = failed.iter().zip([start, 4 - start]).map(|(failed, start)| {
+            let why = kerf_crds::gpu_node::Reason { reason: "Xid94".into(), message: "XID 94".into() };
+            kerf_crds::gpu_node::Instance { unhealthy: failed.then_some(why), ..instance("3g.40gb", start) }
+        });
+        let reported = reported.collect();
+        world.replace_gpu_node(|node| node.status.as_mut().unwrap().gpus[0].instances = reported, "n0");
+    };
+    report(&mut world, &[false, true]);
+    let key = decide_now(&world, &memory).drive.first().unwrap().clone();
+    assert!(!memory.withdraws(&key), "it is another that has failed");
+    report(&mut world, &[true]);
+    decide_now(&world, &memory);
+    assert!(memory.withdraws(&key));
+}
+
+#[test]
 fn kube_scheduler_may_preempt_for_a_pod_of_higher_priority() {
     let memory = Memory::default();
     let low: PodInfo = serde_json::from_value::<k8s_openapi::api::core::v1::Pod>(json!({
@@ -395,15 +422,17 @@ fn a_gpu_on_which_a_step_fails_gives_only_what_is_there() {
 fn of_pods_that_a_quota_refused_the_first_of_each_kind_asks_again() {
     let (memory, now) = (Memory::default(), Instant::now());
     let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic());
-    let refuse = |name: &str, now: Instant| {
-        memory.failed(&format!("uid-of-{name}"), pod_reason::QUOTA, "exceeded quota".into(), now);
+    let refuse = |names: &[&str], now: Instant| {
+        for name in names {
+            memory.failed(&format!("uid-of-{name}"), pod_reason::QUOTA, "exceeded quota".into(), now);
+        }
     };
     for (name, created, profile) in
         [("third", 30, "1g.10gb"), ("second", 20, "2g.20gb"), ("first", 10, "1g.10gb")]
     {
         let pod = gated_pod(name, &format!("nvidia.com/mig-{profile}"), json!({}));
         world = world.with_pod(PodInfo { created, ..pod });
-        refuse(name, now);
+        refuse(&[name], now);
     }
     let asking = |world: &World, now: Instant| -> Vec<String> {
         let decision = decide(world, &memory, &Selectors::default(), now, WALL);
@@ -414,13 +443,50 @@ fn of_pods_that_a_quota_refused_the_first_of_each_kind_asks_again() {
     assert!(asking(&world, now).is_empty());
     world.quota_changed("default", 8);
     assert_eq!(asking(&world, now), ["first", "second"]);
+    refuse(&["first", "second"], now);
     assert!(asking(&world, now).is_empty(), "nothing has changed since");
     let later = now + std::time::Duration::from_secs(60);
     assert_eq!(asking(&world, later), ["first", "second"]);
-    refuse("first", later);
-    assert_eq!(asking(&world, later), ["second"], "the third would be answered like the first");
+    refuse(&["first", "second"], later);
+    assert!(asking(&world, later).is_empty(), "the third would be answered like the first");
+}
+
+#[test]
+fn after_a_pod_that_a_quota_lets_through_the_next_alike_asks_once_its_claim_is_there() {
+    let (memory, now) = (Memory::default(), Instant::now());
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic());
+    let refuse = |name: &str, now: Instant| {
+        memory.failed(&format!("uid-of-{name}"), pod_reason::QUOTA, "exceeded quota".into(), now);
+    };
+    let elsewhere = json!({"nodeSelector": {"kubernetes.io/hostname": "n1"}});
+    for (name, created, spec) in [
+        ("first", 10, json!({})),
+        ("next", 20, json!({})),
+        ("roomless", 30, elsewhere.clone()),
+        ("like-it", 40, elsewhere),
+    ] {
+        let pod = gated_pod(name, "nvidia.com/mig-1g.10gb", spec);
+        world = world.with_pod(PodInfo { created, ..pod });
+        refuse(name, now);
+    }
+    let asking = |world: &mut World, now: Instant| -> Vec<String> {
+        let decision = decide(world, &memory, &Selectors::default(), now, WALL);
+        commit_specs(world, &decision);
+        decision.quota.iter().map(|pod| pod.name.clone()).collect()
+    };
+    world.quota_changed("default", 8);
+    assert_eq!(asking(&mut world, now), ["first", "roomless"]);
     memory.succeeded("uid-of-first");
-    assert_eq!(asking(&world, later), ["second", "third"]);
+    memory.succeeded("uid-of-roomless");
+    assert!(asking(&mut world, now).is_empty(), "they are let through, and that is all");
+    assert_eq!(entries(&world, "n0"), [("1g.10gb".to_owned(), 6, "first".to_owned())]);
+    assert!(asking(&mut world, now).is_empty(), "the first has a place and no claim yet");
+    // The quota counts a claim before the claim is seen.
+    world.quota_changed("default", 9);
+    assert!(asking(&mut world, now).is_empty());
+    let class = json!({"requests": [{"name": "r", "exactly": {"deviceClassName": "mig-1g.10gb.kerf.dev"}}]});
+    let mut world = world.with_claim(claim("claim-of-first", class));
+    assert_eq!(asking(&mut world, now), ["next"], "where one has no room, the one like it has none");
 }
 
 #[test]

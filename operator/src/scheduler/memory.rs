@@ -215,6 +215,13 @@ impl Memory {
         self.lock().pods.get(pod_uid).and_then(|pod| pod.retry_at).is_none_or(|at| at <= now)
     }
 
+    /// The reason for the pause may be gone.
+    pub fn end_pause(&self, pod_uid: &str) {
+        if let Some(pod) = self.lock().pods.get_mut(pod_uid) {
+            pod.retry_at = None;
+        }
+    }
+
     /// Notes the newest version of a namespace's quotas; answers whether it is news.
     pub fn quota_changed(&self, namespace: &str, version: u64) -> bool {
         self.lock().quotas.insert(namespace.to_owned(), version) != Some(version)

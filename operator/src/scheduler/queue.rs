@@ -29,12 +29,14 @@ pub fn candidates(
     troubled: Vec<Troubled>,
     decision: &mut Decision,
 ) -> Vec<Candidate> {
-    let mut all = Vec::new();
+    let mut all: Vec<Candidate> = Vec::new();
     let mut refused = Vec::new();
     let world = looking.world;
     let pods = world.interesting.iter().filter_map(|key| world.pods.get(key));
     let open = |pod: &&Arc<PodInfo>| pod.node.is_none() && !pod.done && !pod.deleting;
-    for pod in pods.filter(open).filter(|pod| !placed.contains(&pod.uid)) {
+    let (with_place, without): (Vec<_>, Vec<_>) =
+        pods.filter(open).partition(|pod| placed.contains(&pod.uid));
+    for pod in without {
         match read(looking, pod, decision) {
             Read::For(wanted) => {
                 all.push(Candidate { pod: Arc::clone(pod), wanted, instead_of: None });
@@ -47,7 +49,12 @@ pub fn candidates(
             Read::Nothing => {}
         }
     }
-    ask_quotas(looking, refused, decision);
+    let not_refused = |pod: &&Arc<PodInfo>| {
+        looking.memory.trouble(&pod.uid).is_none_or(|(reason, _)| reason != pod_reason::QUOTA)
+    };
+    let placeless = all.iter().map(|candidate| &candidate.pod);
+    let let_through = placeless.chain(with_place.into_iter().filter(not_refused)).cloned();
+    ask_quotas(looking, let_through, refused, decision);
     for troubled in troubled {
         match trouble::ask_afresh(looking, &troubled) {
             Some(wanted) => {
@@ -65,23 +72,51 @@ fn before(a: &PodInfo, b: &PodInfo) -> Ordering {
     b.priority.cmp(&a.priority).then(a.created.cmp(&b.created)).then_with(|| a.id().cmp(&b.id()))
 }
 
-/// A quota answers all pods that want the same alike: of those that it has refused, the first asks for them, when the
-/// quota has changed and from time to time; and the next after this one was let through.
-fn ask_quotas(looking: &Looking<'_>, mut refused: Vec<Arc<PodInfo>>, decision: &mut Decision) {
-    let quotas = looking.world.quotas.iter();
+/// A quota answers all pods that are alike alike: of those that it has refused, the first asks for them, when the quota
+/// has changed and from time to time; and the next once the claim of this one is there. One that is let through and finds
+/// no room keeps those like it from asking: they would find none either.
+fn ask_quotas(
+    looking: &Looking<'_>,
+    let_through: impl Iterator<Item = Arc<PodInfo>>,
+    mut refused: Vec<Arc<PodInfo>>,
+    decision: &mut Decision,
+) {
+    let Looking { world, memory, now, .. } = looking;
+    let quotas = world.quotas.iter();
     let changed: BTreeSet<&str> = quotas
-        .filter(|(namespace, version)| looking.memory.quota_changed(namespace, **version))
+        .filter(|(namespace, version)| memory.quota_changed(namespace, **version))
         .map(|(namespace, _)| namespace.as_str())
         .collect();
     refused.sort_by(|a, b| before(a, b));
-    let mut asked = BTreeSet::new();
+    let mut kinds: Vec<Arc<PodInfo>> = Vec::new();
+    let mut is_new = |pod: &Arc<PodInfo>| {
+        let new = !kinds.iter().any(|known| alike(known, pod));
+        if new {
+            kinds.push(Arc::clone(pod));
+        }
+        new
+    };
+    let lacks_claim =
+        |pod: &Arc<PodInfo>| pod.own_claim().is_some_and(|name| world.claim(&pod.namespace, name).is_none());
+    for pod in let_through.filter(lacks_claim) {
+        is_new(&pod);
+    }
     for pod in refused {
-        let first = asked.insert((pod.namespace.clone(), requests::resources(&pod)));
-        let due = changed.contains(pod.namespace.as_str()) || looking.memory.may_try(&pod.uid, looking.now);
-        if first && due {
+        // Until it is this one's turn, which may be later.
+        if changed.contains(pod.namespace.as_str()) {
+            memory.end_pause(&pod.uid);
+        }
+        if is_new(&pod) && memory.may_try(&pod.uid, *now) {
             decision.quota.push(pod);
         }
     }
+}
+
+/// Whether a quota and the nodes answer both pods alike.
+fn alike(a: &PodInfo, b: &PodInfo) -> bool {
+    let (Some(of_a), Some(of_b)) = (&a.detail, &b.detail) else { return false };
+    (&a.namespace, a.priority, &a.milli) == (&b.namespace, b.priority, &b.milli)
+        && (&of_a.original, &of_a.needs) == (&of_b.original, &of_b.needs)
 }
 
 enum Read {

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use k8s_openapi::api::resource::v1::{DeviceClaim, DeviceClass, DeviceSelector, ResourceClaim};
 use kerf_crds::conditions::pod_reason;
 use kerf_crds::names;
-use kerf_crds::requests::expand;
 use kerf_planner::snapshot::{NodeRequirement, Operator, Request};
 
 use super::claims;
@@ -69,15 +68,6 @@ pub(super) fn classes(devices: &DeviceClaim) -> impl Iterator<Item = &str> {
 /// Whether the claim asks for any of Kerf's devices.
 pub fn claim_is_for_kerf(world: &World, claim: &ResourceClaim) -> bool {
     claims::devices(claim).is_some_and(|devices| classes(devices).any(|class| class_is_ours(world, class)))
-}
-
-/// The extended resources that the pod's own claim stands for, one for each device.
-pub fn resources(pod: &PodInfo) -> Vec<String> {
-    let original = pod.detail.as_ref().and_then(|detail| detail.original.as_ref()?.as_ref().ok());
-    let requests = original.map(|original| expand(original).requests).unwrap_or_default();
-    let mut resources: Vec<String> = requests.into_iter().map(|request| request.resource).collect();
-    resources.sort();
-    resources
 }
 
 /// Reads what the pod asks for.

@@ -309,7 +309,8 @@ fn instances(
             start: instance.placement.start,
             size: instance.placement.size,
             state,
-            exists: true,
+            // One without a MIG device is no use to a pod as it is.
+            exists: state == InstanceState::Taken || instance.uuid.is_some(),
         });
     }
     for (partition, seen) in partitions.iter().zip(seen) {

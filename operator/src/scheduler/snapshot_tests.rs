@@ -59,6 +59,20 @@ fn instances_are_taken_idle_or_doomed_by_record_and_report() {
 }
 
 #[test]
+fn an_idle_instance_without_a_mig_device_is_room_and_nothing_to_be_used_as_it_is() {
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], json!({}));
+    world.replace_gpu_node(
+        |node| {
+            let without = |start| gpu_node::Instance { uuid: None, ..instance("1g.10gb", start) };
+            node.status.as_mut().unwrap().gpus[0].instances = vec![without(0), without(1)];
+            node.spec.partitions = vec![claimed("p", Some(wanted("1g.10gb", 1)))];
+        },
+        "n0",
+    );
+    assert_eq!(states(&board(&world)), [(0, InstanceState::Idle, false), (1, InstanceState::Taken, true)]);
+}
+
+#[test]
 fn a_nodes_room_is_less_by_bound_and_by_planned_pods_once_each() {
     let pod = gated_pod(
         "p",

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use kerf_crds::gpu_node::{self, Partition};
 use kerf_planner::nodes::{Misfit, lacking, unsuitable};
 use kerf_planner::snapshot::PodNeeds;
 
@@ -55,6 +56,9 @@ pub fn of(board: &Board, seen: &Seen, key: &Key) -> Option<Trouble> {
             return Some(Trouble::Hopeless);
         };
         let observed = &status.gpus[gpu];
+        if instance_failed(observed, device) {
+            return Some(Trouble::Hopeless);
+        }
         let failing = observed
             .problem
             .as_ref()
@@ -74,6 +78,17 @@ pub fn of(board: &Board, seen: &Seen, key: &Key) -> Option<Trouble> {
     snapshot::give_back(&mut free, &pod.milli);
     let needs = PodNeeds { milli: pod.milli.clone(), ..PodNeeds::default() };
     unsuitable(node, &detail.needs).or_else(|| lacking(&free, &needs)).map(Trouble::Node)
+}
+
+/// Whether the instance is there and has failed: its end is what ends that.
+fn instance_failed(gpu: &gpu_node::Gpu, device: &Partition) -> bool {
+    device.instance.as_ref().is_some_and(|wanted| {
+        gpu.instances.iter().any(|instance| {
+            instance.placement == wanted.placement
+                && kerf_crds::profile::same(&instance.profile, &wanted.profile)
+                && instance.unhealthy.is_some()
+        })
+    })
 }
 
 /// What the pod would ask for if it had no place, and did not want this one. `None` while it is not to be moved.
