@@ -13,10 +13,8 @@ use crate::index::{GROUPS, GroupId, Index, Seat};
 use crate::nodes::{self, Misfit};
 use crate::occupancy::{Device, GpuState};
 use crate::place::{self, Answer, Chosen, Solution};
-use crate::snapshot::{
-    Constraint, DeviceNeed, Geometry, Gpu, GpuIndex, Node, NodeIndex, PodNeeds, Request, Snapshot, Strategy,
-    Want,
-};
+use crate::shape::Shape;
+use crate::snapshot::{Gpu, GpuIndex, Node, NodeIndex, PodNeeds, Request, Snapshot, Strategy};
 use crate::value::Cost;
 
 /// Number of distinct device needs and constraints.
@@ -51,7 +49,9 @@ pub struct Fleet<'a> {
     groups: usize,
     /// By hash of devices and constraints.
     shape_numbers: HashMap<u64, Vec<ShapeId>>,
-    shapes: Vec<Shape>,
+    shapes: Vec<Rc<Shape>>,
+    /// By shape.
+    answers: Vec<Answers>,
     pod_numbers: HashMap<PodNeeds, PodId>,
     pods: Vec<Pod>,
     resources: BTreeMap<String, ResourceId>,
@@ -72,21 +72,12 @@ struct NodeNow {
     version: u32,
 }
 
-/// Device needs and constraints of a kind.
-#[derive(Debug)]
-pub struct Shape {
-    devices: Vec<DeviceNeed>,
-    constraints: Vec<Constraint>,
-    /// Numbers of the wants, by need and alternative.
-    pub wants: Vec<Vec<WantId>>,
-    /// One device of any GPU that will do.
-    single: bool,
-    least_slices: u32,
-    /// GPUs of one kind are told apart: what holds for a node need not hold for another like it.
-    pub by_name: bool,
+/// What was worked out for a shape.
+#[derive(Debug, Default)]
+struct Answers {
     /// By node: the version for which it was worked out, and the answer.
-    answers: Vec<Option<(u32, Answer)>>,
-    /// Answers by the states of a node's GPUs.
+    by_node: Vec<Option<(u32, Answer)>>,
+    /// By the states of a node's GPUs.
     like: HashMap<Vec<StateId>, Answer>,
 }
 
@@ -110,6 +101,7 @@ impl<'a> Fleet<'a> {
             groups: 1,
             shape_numbers: HashMap::new(),
             shapes: Vec::new(),
+            answers: Vec::new(),
             pod_numbers: HashMap::new(),
             pods: Vec::new(),
             resources: BTreeMap::new(),
@@ -203,24 +195,9 @@ impl<'a> Fleet<'a> {
         if let Some(&id) = self.shape_numbers.get(&hash).into_iter().flatten().find(same) {
             return id;
         }
-        let mut wants = Vec::with_capacity(request.devices.len());
-        for need in &request.devices {
-            wants.push(need.alternatives.iter().map(|want| self.catalog.want(want)).collect());
-        }
-        let alternatives = || request.devices.iter().flat_map(|need| &need.alternatives);
-        let by_name = !request.constraints.is_empty() || alternatives().any(|want| want.gpus.is_some());
-        let single = !by_name && request.devices.len() == 1 && alternatives().all(|want| want.count == 1);
-        let least_slices = least_slices(&request.devices, self.catalog.geometries());
-        self.shapes.push(Shape {
-            devices: request.devices.clone(),
-            constraints: request.constraints.clone(),
-            wants,
-            single,
-            least_slices,
-            by_name,
-            answers: Vec::new(),
-            like: HashMap::new(),
-        });
+        let shape = Shape::of(&request.devices, &request.constraints, &mut self.catalog);
+        self.shapes.push(Rc::new(shape));
+        self.answers.push(Answers::default());
         self.shape_numbers.entry(hash).or_default().push(self.shapes.len() - 1);
         self.shapes.len() - 1
     }
@@ -268,11 +245,6 @@ impl<'a> Fleet<'a> {
             }
         }
         suits
-    }
-
-    /// A shape by its number.
-    pub fn shape(&self, id: ShapeId) -> &Shape {
-        &self.shapes[id]
     }
 
     /// Why the node cannot take the pod, GPUs aside.
@@ -459,20 +431,19 @@ impl<'a> Fleet<'a> {
 
     /// The best place for the request on a node whose other resources are left aside.
     pub fn answer(&mut self, asked: Numbered<'_>, node: NodeIndex) -> Answer {
-        let version = self.nodes[node].version;
-        let shape = &mut self.shapes[asked.shape];
-        shape.answers.resize(self.nodes.len(), None);
-        if let Some((of, answer)) = &shape.answers[node]
-            && *of == version
+        let now = &self.nodes[node];
+        let (shape, answers) = (&self.shapes[asked.shape], &mut self.answers[asked.shape]);
+        answers.by_node.resize(self.nodes.len(), None);
+        if let Some((version, answer)) = &answers.by_node[node]
+            && *version == now.version
         {
             return answer.clone();
         }
-        let known = if shape.by_name { None } else { shape.like.get(&self.nodes[node].gpus).cloned() };
-        let answer = known.unwrap_or_else(|| place::on_node(self, asked, node));
-        let shape = &mut self.shapes[asked.shape];
-        shape.answers[node] = Some((version, answer.clone()));
+        let known = if shape.by_name { None } else { answers.like.get(&now.gpus).cloned() };
+        let answer = known.unwrap_or_else(|| place::on_node(&mut self.catalog, shape, node, &now.gpus));
+        answers.by_node[node] = Some((now.version, answer.clone()));
         if !shape.by_name {
-            shape.like.insert(self.nodes[node].gpus.clone(), answer.clone());
+            answers.like.insert(now.gpus.clone(), answer.clone());
         }
         answer
     }
@@ -537,17 +508,6 @@ impl<'a> Fleet<'a> {
 fn single(alternative: usize, gpu: GpuIndex, offer: Offer) -> Solution {
     let devices = vec![Chosen { need: 0, alternative, gpu, offer }];
     Solution { choice: vec![alternative], cost: offer.cost, devices }
-}
-
-/// The fewest memory slices that do for all needs of the request.
-fn least_slices(needs: &[DeviceNeed], geometries: &[Geometry]) -> u32 {
-    let of_want = |want: &Want| {
-        let sizes = want.profiles.iter().flat_map(|(&geometry, profiles)| {
-            profiles.iter().filter_map(move |&p| Some(geometries.get(geometry)?.profiles.get(p)?.size))
-        });
-        want.count * sizes.min().unwrap_or(64)
-    };
-    needs.iter().map(|need| need.alternatives.iter().map(of_want).min().unwrap_or(0)).sum()
 }
 
 /// The first 16 bytes of the node's smallest UUID, as a number in the same order.

@@ -9,6 +9,7 @@
 //! |---|---|
 //! | [`snapshot`], [`plan`](mod@plan) | the shapes of question and answer |
 //! | `cycle`, `fleet`, `place` | who is served in which order; the cluster as it fills; a place on one node |
+//! | `shape` | what a request wants of GPUs |
 //! | `catalog`, `index` | what a GPU in some state can give, and at which price; which GPUs are in which state |
 //! | [`occupancy`], `value` | what fits on a GPU; what its room is worth |
 //! | [`moves`] | which running pods to move so that a request fits |
@@ -34,6 +35,7 @@ pub mod occupancy;
 pub mod place;
 pub mod plan;
 pub mod protocol;
+mod shape;
 pub mod snapshot;
 pub mod value;
 

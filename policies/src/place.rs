@@ -6,8 +6,8 @@
 use std::collections::HashSet;
 use std::rc::Rc;
 
-use crate::catalog::{Offer, StateId};
-use crate::fleet::{Fleet, Numbered};
+use crate::catalog::{Catalog, Offer, StateId};
+use crate::shape::Shape;
 use crate::snapshot::{Capability, Constraint, ConstraintKind, DeviceNeed, GpuIndex, NodeIndex, Want};
 use crate::value::Cost;
 
@@ -50,22 +50,22 @@ pub struct Chosen {
 }
 
 /// Searches a place for the request's devices on the node.
-pub fn on_node(fleet: &mut Fleet<'_>, asked: Numbered<'_>, node: NodeIndex) -> Answer {
-    let request = asked.request;
-    let gpus = fleet.gpus(node).to_vec();
+pub fn on_node(catalog: &mut Catalog<'_>, shape: &Shape, node: NodeIndex, gpus: &[StateId]) -> Answer {
     // Alternatives that are out of reach even alone are not combined with others.
-    let possible: Vec<Vec<usize>> = request
+    let possible: Vec<Vec<usize>> = shape
         .devices
         .iter()
         .map(|need| {
-            let reachable = |&i: &usize| reachable(fleet, node, &gpus, &need.alternatives[i]);
+            let reachable = |&i: &usize| reachable(catalog, node, gpus, &need.alternatives[i]);
             (0..need.alternatives.len()).filter(reachable).collect()
         })
         .collect();
     if possible.iter().any(Vec::is_empty) {
         return Answer::Nothing;
     }
-    let mut search = Search { fleet, asked, node, gpus, chosen: Vec::new(), dead: HashSet::new(), steps: 0 };
+    let gpus = gpus.to_vec();
+    let mut search =
+        Search { catalog, shape, node, gpus, chosen: Vec::new(), dead: HashSet::new(), steps: 0 };
     let mut odometer = vec![0; possible.len()];
     loop {
         let choice: Vec<usize> = odometer.iter().zip(&possible).map(|(&at, list)| list[at]).collect();
@@ -85,13 +85,13 @@ pub fn on_node(fleet: &mut Fleet<'_>, asked: Numbered<'_>, node: NodeIndex) -> A
 }
 
 /// Whether the node's GPUs, were they for this want alone, might do; never wrongly false.
-fn reachable(fleet: &Fleet<'_>, node: NodeIndex, gpus: &[StateId], want: &Want) -> bool {
-    let geometries = fleet.catalog.geometries();
+fn reachable(catalog: &Catalog<'_>, node: NodeIndex, gpus: &[StateId], want: &Want) -> bool {
+    let geometries = catalog.geometries();
     let room = |(gpu, &id): (usize, &StateId)| {
         if want.gpus.as_ref().is_some_and(|set| !set.contains(&(node, gpu))) {
             return 0;
         }
-        let state = fleet.catalog.state(id);
+        let state = catalog.state(id);
         let whole = u32::from(want.whole && state.whole_now() != Capability::No);
         let instances = match (state.geometry, state.mig_now()) {
             (Some(index), Capability::Now | Capability::AfterSwitch) => {
@@ -113,8 +113,8 @@ fn reachable(fleet: &Fleet<'_>, node: NodeIndex, gpus: &[StateId], want: &Want) 
 type DeadEnd<'a> = (usize, Vec<StateId>, Vec<Vec<&'a str>>);
 
 struct Search<'s, 'a, 'r> {
-    fleet: &'s mut Fleet<'a>,
-    asked: Numbered<'r>,
+    catalog: &'s mut Catalog<'a>,
+    shape: &'r Shape,
     node: NodeIndex,
     gpus: Vec<StateId>,
     chosen: Vec<Chosen>,
@@ -128,10 +128,10 @@ impl<'r> Search<'_, '_, 'r> {
         let mut slots: Vec<(usize, usize)> = Vec::new();
         let mut needs: Vec<usize> = (0..choice.len()).collect();
         needs.sort_by_key(|&need| {
-            std::cmp::Reverse(self.hardness(&self.asked.request.devices[need].alternatives[choice[need]]))
+            std::cmp::Reverse(self.hardness(&self.shape.devices[need].alternatives[choice[need]]))
         });
         for need in needs {
-            let count = self.asked.request.devices[need].alternatives[choice[need]].count;
+            let count = self.shape.devices[need].alternatives[choice[need]].count;
             slots.extend((0..count).map(|_| (need, choice[need])));
         }
         self.chosen.clear();
@@ -141,7 +141,7 @@ impl<'r> Search<'_, '_, 'r> {
 
     /// Largest share of a GPU that the want takes at least, in thousandths of its memory slices.
     fn hardness(&self, want: &Want) -> u32 {
-        let geometries = self.fleet.catalog.geometries();
+        let geometries = self.catalog.geometries();
         let shares = want.profiles.iter().flat_map(|(&geometry, profiles)| {
             let geometry = geometries.get(geometry);
             profiles.iter().filter_map(move |&p| {
@@ -177,10 +177,10 @@ impl<'r> Search<'_, '_, 'r> {
 
     /// Devices for a need that break no constraint, cheapest first.
     fn candidates(&mut self, need: usize, alternative: usize) -> Vec<(GpuIndex, Offer)> {
-        let want = &self.asked.request.devices[need].alternatives[alternative];
-        let kind = self.fleet.shape(self.asked.shape).wants[need][alternative];
+        let want = &self.shape.devices[need].alternatives[alternative];
+        let kind = self.shape.wants[need][alternative];
         // Of GPUs in equal states one will do, unless another need or a constraint tells them apart.
-        let alike = !self.fleet.shape(self.asked.shape).by_name;
+        let alike = !self.shape.by_name;
         let mut candidates = Vec::new();
         for gpu in 0..self.gpus.len() {
             let state = self.gpus[gpu];
@@ -189,26 +189,23 @@ impl<'r> Search<'_, '_, 'r> {
             if seen || other || !self.constraints_hold(need, alternative, gpu) {
                 continue;
             }
-            candidates.extend(self.fleet.catalog.offers(state, kind).iter().map(|offer| (gpu, *offer)));
+            candidates.extend(self.catalog.offers(state, kind).iter().map(|offer| (gpu, *offer)));
         }
         candidates.sort_by_key(|(gpu, offer)| (offer.cost, *gpu, offer.device));
         candidates
     }
 
     fn constraints_hold(&self, need: usize, alternative: usize, gpu: GpuIndex) -> bool {
-        let devices = &self.asked.request.devices;
-        self.asked.request.constraints.iter().filter(|c| concerns(c, &devices[need], alternative)).all(
-            |constraint| {
-                let Some(value) = constraint.values.get(&(self.node, gpu)) else { return false };
-                let others =
-                    self.chosen.iter().filter(|c| concerns(constraint, &devices[c.need], c.alternative));
-                let mut values = others.filter_map(|c| constraint.values.get(&(self.node, c.gpu)));
-                match constraint.kind {
-                    ConstraintKind::Same => values.all(|other| other == value),
-                    ConstraintKind::Distinct => values.all(|other| other != value),
-                }
-            },
-        )
+        let devices = &self.shape.devices;
+        self.shape.constraints.iter().filter(|c| concerns(c, &devices[need], alternative)).all(|constraint| {
+            let Some(value) = constraint.values.get(&(self.node, gpu)) else { return false };
+            let others = self.chosen.iter().filter(|c| concerns(constraint, &devices[c.need], c.alternative));
+            let mut values = others.filter_map(|c| constraint.values.get(&(self.node, c.gpu)));
+            match constraint.kind {
+                ConstraintKind::Same => values.all(|other| other == value),
+                ConstraintKind::Distinct => values.all(|other| other != value),
+            }
+        })
     }
 
     fn values_so_far(&self) -> Vec<Vec<&'r str>> {
@@ -216,7 +213,7 @@ impl<'r> Search<'_, '_, 'r> {
             let concerned = self
                 .chosen
                 .iter()
-                .filter(|c| concerns(constraint, &self.asked.request.devices[c.need], c.alternative));
+                .filter(|c| concerns(constraint, &self.shape.devices[c.need], c.alternative));
             let mut values: Vec<&'r str> = concerned
                 .filter_map(|c| constraint.values.get(&(self.node, c.gpu)))
                 .map(String::as_str)
@@ -225,7 +222,7 @@ impl<'r> Search<'_, '_, 'r> {
             values.dedup();
             values
         };
-        self.asked.request.constraints.iter().map(of).collect()
+        self.shape.constraints.iter().map(of).collect()
     }
 
     fn solution(&self, choice: Vec<usize>) -> Solution {
