@@ -6,6 +6,10 @@ use kerf_planner_bench::fleet;
 use kerf_planner_bench::online::{GPUS, run};
 use kerf_planner_bench::workload::{MIXES, jobs};
 
+/// Of each range: runs, and jobs of a run.
+const SEEDS: u64 = 4;
+const JOBS: usize = 6000;
+
 #[derive(serde::Deserialize)]
 struct Ranges {
     tolerance_points: f64,
@@ -32,11 +36,14 @@ fn accepted_work_and_moves_are_in_range() {
     for range in &ranges.runs {
         let mix =
             MIXES.iter().find(|mix| mix.name == range.mix).unwrap_or_else(|| panic!("no mix {}", range.mix));
-        let jobs = jobs(mix, range.load, GPUS, 6000, 1);
-        let mut engine = Engine::new(&snapshot, Moving { moves: range.moves, share: 1.0 });
-        let work = run(&mut engine, &jobs).work;
-        let moved = engine.with_moves.iter().enumerate().map(|(n, times)| n as u64 * times).sum::<u64>();
-        let moved = 100.0 * moved as f64 / jobs.len() as f64;
+        let (mut work, mut moved) = (0.0, 0.0);
+        for seed in 1..=SEEDS {
+            let jobs = jobs(mix, range.load, GPUS, JOBS, seed);
+            let mut engine = Engine::new(&snapshot, Moving { moves: range.moves, share: 1.0 });
+            work += run(&mut engine, &jobs).work / SEEDS as f64;
+            let moves = engine.with_moves.iter().enumerate().map(|(n, times)| n as u64 * times).sum::<u64>();
+            moved += 100.0 * moves as f64 / (JOBS as u64 * SEEDS) as f64;
+        }
         let line =
             format!("{} {} moves {}: work {work:.2}, moved {moved:.2}", range.mix, range.load, range.moves);
         println!("{line}");
