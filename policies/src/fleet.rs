@@ -21,6 +21,8 @@ use crate::value::Cost;
 pub type ShapeId = usize;
 /// Number of distinct [`PodNeeds`].
 pub type PodId = usize;
+/// Number of a distinct choice of nodes.
+type SelectionId = usize;
 /// Number of the name of a resource.
 type ResourceId = usize;
 
@@ -54,6 +56,9 @@ pub struct Fleet<'a> {
     answers: Vec<Answers>,
     pod_numbers: HashMap<PodNeeds, PodId>,
     pods: Vec<Pod>,
+    /// By what pods ask of nodes, amounts aside.
+    selection_numbers: HashMap<PodNeeds, SelectionId>,
+    selections: Vec<Selection>,
     resources: BTreeMap<String, ResourceId>,
 }
 
@@ -72,20 +77,32 @@ struct NodeNow {
     version: u32,
 }
 
+/// Most steps of the searches for a shape, over all nodes.
+const WORK: u32 = 1_000_000;
+
 /// What was worked out for a shape.
 #[derive(Debug, Default)]
 struct Answers {
+    /// Steps that it took.
+    steps: u32,
     /// By node: the version for which it was worked out, and the answer.
     by_node: Vec<Option<(u32, Answer)>>,
     /// By the states of a node's GPUs.
     like: HashMap<Vec<StateId>, Answer>,
 }
 
+/// Which nodes suit a pod, amounts of resources aside.
 #[derive(Debug)]
-struct Pod {
+struct Selection {
+    /// By node.
     unsuitable: Vec<Option<Misfit>>,
     /// By group: whether any of its nodes suits.
     suits: Vec<bool>,
+}
+
+#[derive(Debug)]
+struct Pod {
+    selection: SelectionId,
     /// By name of the resource.
     milli: Vec<(String, ResourceId, i128)>,
 }
@@ -104,6 +121,8 @@ impl<'a> Fleet<'a> {
             answers: Vec::new(),
             pod_numbers: HashMap::new(),
             pods: Vec::new(),
+            selection_numbers: HashMap::new(),
+            selections: Vec::new(),
             resources: BTreeMap::new(),
         };
         for (index, node) in snapshot.nodes.iter().enumerate() {
@@ -206,14 +225,25 @@ impl<'a> Fleet<'a> {
         if let Some(&id) = self.pod_numbers.get(pod) {
             return id;
         }
+        let selection = self.selection_of(pod);
+        let needed = pod.milli.iter().filter(|&(_, &needs)| needs > 0);
+        let milli = needed.map(|(name, &needs)| (name.clone(), self.resource(name), needs)).collect();
+        self.pods.push(Pod { selection, milli });
+        self.pod_numbers.insert(pod.clone(), self.pods.len() - 1);
+        self.pods.len() - 1
+    }
+
+    fn selection_of(&mut self, pod: &PodNeeds) -> SelectionId {
+        let amounts_aside = PodNeeds { milli: BTreeMap::new(), ..pod.clone() };
+        if let Some(&id) = self.selection_numbers.get(&amounts_aside) {
+            return id;
+        }
         let unsuitable: Vec<Option<Misfit>> =
             self.snapshot.nodes.iter().map(|node| nodes::unsuitable(node, pod)).collect();
         let suits = self.tell_apart(&unsuitable);
-        let needed = pod.milli.iter().filter(|&(_, &needs)| needs > 0);
-        let milli = needed.map(|(name, &needs)| (name.clone(), self.resource(name), needs)).collect();
-        self.pods.push(Pod { unsuitable, suits, milli });
-        self.pod_numbers.insert(pod.clone(), self.pods.len() - 1);
-        self.pods.len() - 1
+        self.selections.push(Selection { unsuitable, suits });
+        self.selection_numbers.insert(amounts_aside, self.selections.len() - 1);
+        self.selections.len() - 1
     }
 
     /// Splits the groups of which some nodes suit and others do not. Answers which groups suit.
@@ -240,8 +270,8 @@ impl<'a> Fleet<'a> {
             }
             self.groups += 1;
             suits.push(false);
-            for pod in &mut self.pods {
-                pod.suits.push(pod.suits[group]);
+            for selection in &mut self.selections {
+                selection.suits.push(selection.suits[group]);
             }
         }
         suits
@@ -257,7 +287,7 @@ impl<'a> Fleet<'a> {
             let free = self.nodes[node].free_milli.get(*id).copied().flatten();
             nodes::lacks(name, free, *needs)
         };
-        pod.unsuitable[node].clone().or_else(|| pod.milli.iter().find_map(lacking))
+        self.selections[pod.selection].unsuitable[node].clone().or_else(|| pod.milli.iter().find_map(lacking))
     }
 
     /// Whether the node can take the pod, GPUs aside.
@@ -275,7 +305,8 @@ impl<'a> Fleet<'a> {
         let enough = |&(_, id, needs): &(_, ResourceId, i128)| {
             free.get(id).copied().flatten().is_some_and(|free| free >= needs || free + freed(id) >= needs)
         };
-        pod.unsuitable[node].is_none() && pod.milli.iter().all(enough) && !asked.request.avoid.contains(&node)
+        let unsuitable = &self.selections[pod.selection].unsuitable[node];
+        unsuitable.is_none() && pod.milli.iter().all(enough) && !asked.request.avoid.contains(&node)
     }
 
     /// The cheapest place for the request, if there is one. Equal prices are decided by crowding, then by UUID.
@@ -328,7 +359,7 @@ impl<'a> Fleet<'a> {
 
     /// The first GPU in the state whose node can take the pod.
     fn first_seat(&self, state: StateId, asked: Numbered<'_>) -> Option<Seat> {
-        let suits = &self.pods[asked.pod].suits;
+        let suits = &self.selections[self.pods[asked.pod].selection].suits;
         self.index.first(state, |group| suits[group], |node| self.fits(node, asked))
     }
 
@@ -440,7 +471,12 @@ impl<'a> Fleet<'a> {
             return answer.clone();
         }
         let known = if shape.by_name { None } else { answers.like.get(&now.gpus).cloned() };
-        let answer = known.unwrap_or_else(|| place::on_node(&mut self.catalog, shape, node, &now.gpus));
+        let most = place::WORK.min(WORK - answers.steps);
+        let answer = known.unwrap_or_else(|| {
+            let (answer, steps) = place::on_node(&mut self.catalog, shape, node, &now.gpus, most);
+            answers.steps = WORK.min(answers.steps + steps);
+            answer
+        });
         answers.by_node[node] = Some((now.version, answer.clone()));
         if !shape.by_name {
             answers.like.insert(now.gpus.clone(), answer.clone());

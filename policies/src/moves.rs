@@ -7,7 +7,6 @@
 use std::collections::{BTreeMap, HashSet};
 use std::rc::Rc;
 
-use crate::catalog::StateId;
 use crate::fleet::{Fleet, Numbered, PodId, ShapeId};
 use crate::occupancy::{Device, slices};
 use crate::place::Solution;
@@ -77,8 +76,11 @@ impl<'r> Tenants<'r> {
     }
 }
 
-/// With up to so many moves all chains of displacement are looked at.
+/// With up to so many moves all chains of displacement between requests of one device are looked at.
 const EXHAUSTIVE: u32 = 2;
+
+/// However large the cluster, all of its GPUs are looked at so many times for a request.
+const LOOKS: u64 = 64;
 
 /// How far the search goes.
 #[derive(Clone, Copy, Debug)]
@@ -88,7 +90,7 @@ pub struct Limits {
     /// Beyond two moves: most places, in turn, from which those in the way may displace others again. Places from which
     /// everybody goes to free room are all looked at.
     pub width: u32,
-    /// Most GPUs looked at, over all. Counted, not timed: the same input gives the same answer on any machine.
+    /// Most GPUs looked at, over all; at least so many that all of them can be looked at [`LOOKS`] times. Counted, not timed: the same input gives the same answer on any machine.
     pub work: u64,
 }
 
@@ -124,9 +126,10 @@ pub struct Room {
 pub enum Outcome {
     /// Room.
     Found(Room),
-    /// With so many moves there is none.
+    /// With so many moves there is none, as far as GPUs decide: of GPUs in equal states one is tried for each who moves,
+    /// whatever else is left on their nodes.
     Nothing,
-    /// None was found within the set amount of work.
+    /// None was found within the set amount of work, or not everything was tried.
     GaveUp,
 }
 
@@ -138,12 +141,14 @@ pub fn make_room<'r>(
     asked: Numbered<'r>,
     limits: Limits,
 ) -> Outcome {
+    let gpus: usize = (0..fleet.nodes()).map(|node| fleet.gpus(node).len()).sum();
+    let work = limits.work.max(LOOKS * gpus as u64);
     let mut search = Search {
         fleet,
         tenants,
         limits,
         moves: 0,
-        work: limits.work,
+        work,
         cut: false,
         placed: Vec::new(),
         evicted: Vec::new(),
@@ -283,14 +288,13 @@ impl<'r> Search<'_, '_, 'r> {
         done
     }
 
-    /// Places that somebody would have if at most so many tenants gave way, the most promising first. Of places that
-    /// are alike in everything that matters only one is listed.
+    /// Places that somebody would have if at most so many tenants gave way, the most promising first. Of places of a
+    /// node that are alike in everything that matters only one is listed.
     fn candidates(&mut self, asked: Numbered<'r>, budget: u32) -> Vec<Candidate> {
         let mut candidates = Vec::new();
-        let mut seen = HashSet::new();
         for node in 0..self.fleet.nodes() {
             let here = if self.fleet.is_single(asked.shape) {
-                self.on_one_gpu(asked, node, budget, &mut seen)
+                self.on_one_gpu(asked, node, budget)
             } else {
                 self.on_one_node(asked, node, budget)
             };
@@ -300,31 +304,35 @@ impl<'r> Search<'_, '_, 'r> {
             // If nobody else may be displaced, each of those in the way needs free room.
             (candidate.in_the_way.len() as u32) < budget || self.all_have_room(candidate)
         });
-        candidates.sort_by_key(|c| (c.in_the_way.len(), c.price, c.slices, c.place.cost, c.node));
+        candidates.sort_by_key(|c| {
+            let gpu = c.place.devices.first().map_or(0, |chosen| chosen.gpu);
+            (c.in_the_way.len(), c.price, c.slices, c.place.cost, self.fleet.rank_of(c.node, gpu))
+        });
         candidates
     }
 
     /// For a request of one device: every placement of every GPU, with those whom it overlaps. Where slices are not what
     /// is short, others may have to go.
-    fn on_one_gpu(
-        &mut self,
-        asked: Numbered<'r>,
-        node: NodeIndex,
-        budget: u32,
-        seen: &mut HashSet<Likeness>,
-    ) -> Vec<Candidate> {
-        let (mut candidates, mut short) = (Vec::new(), false);
+    fn on_one_gpu(&mut self, asked: Numbered<'r>, node: NodeIndex, budget: u32) -> Vec<Candidate> {
+        let (mut candidates, mut short, mut seen) = (Vec::new(), false, HashSet::new());
+        let lacking = !self.fleet.fits(node, asked);
         for gpu in 0..self.fleet.gpus(node).len() {
             self.work = self.work.saturating_sub(1);
             let there = self.tenants.on(node, gpu).to_vec();
             if there.is_empty() {
+                short |= lacking && self.fleet.offers_any(asked, self.fleet.gpus(node)[gpu]);
                 continue;
             }
             for (alternative, device) in self.fleet.devices(asked, node, gpu) {
                 let in_the_way: Vec<TenantId> =
                     there.iter().copied().filter(|&id| self.overlaps(id, gpu, device)).collect();
                 // The slices are free, and yet it has no place: engines are short, or the node's other resources.
-                short |= in_the_way.is_empty();
+                if in_the_way.is_empty()
+                    && self.fleet.state(node, gpu).is_free(self.fleet.catalog.geometries(), device)
+                {
+                    let state = self.fleet.gpus(node)[gpu];
+                    short |= lacking || self.fleet.offer(asked, state, gpu, alternative, device).is_none();
+                }
                 if in_the_way.is_empty() || in_the_way.len() > budget as usize {
                     continue;
                 }
@@ -332,9 +340,12 @@ impl<'r> Search<'_, '_, 'r> {
                 if seen.contains(&likeness) {
                     continue;
                 }
-                if let Some(candidate) = self.instead_of(asked, node, gpu, alternative, device, in_the_way) {
-                    seen.insert(likeness);
-                    candidates.push(candidate);
+                match self.instead_of(asked, node, gpu, alternative, device, in_the_way) {
+                    Some(candidate) => {
+                        seen.insert(likeness);
+                        candidates.push(candidate);
+                    }
+                    None => short |= lacking,
                 }
             }
         }
@@ -346,6 +357,8 @@ impl<'r> Search<'_, '_, 'r> {
 
     /// Every set of tenants of the node. Needed for several devices, and where slices are not what is short.
     fn on_one_node(&mut self, asked: Numbered<'r>, node: NodeIndex, budget: u32) -> Vec<Candidate> {
+        // Not all sets are tried, and of each only the best place.
+        self.cut = true;
         let gpus = 0..self.fleet.gpus(node).len();
         let mut there: Vec<TenantId> = gpus.flat_map(|gpu| self.tenants.on(node, gpu).to_vec()).collect();
         there.sort_unstable();
@@ -353,7 +366,7 @@ impl<'r> Search<'_, '_, 'r> {
         there.retain(|&id| self.tenants.get(id).is_some_and(|tenant| tenant.price.is_some()));
         let mut candidates = Vec::new();
         let mut set: Vec<usize> = Vec::new();
-        // Sets in the order of their size: the smallest that make room, and none that has one of them in it.
+        // The smallest that make room.
         for size in 1..=(budget as usize).min(there.len()) {
             set.clear();
             set.extend(0..size);
@@ -485,6 +498,3 @@ impl<'r> Search<'_, '_, 'r> {
         Room { moves, node, place }
     }
 }
-
-/// What makes two places alike: the GPU's state, the device, and the kinds of those in the way.
-type Likeness = (StateId, Device, Vec<(ShapeId, PodId, Option<u32>)>);

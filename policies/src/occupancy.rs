@@ -249,6 +249,16 @@ impl GpuState {
         if self.taken_whole || self.taken.instances > 0 { Capability::No } else { self.whole }
     }
 
+    /// Whether nobody has any of the device's slices.
+    pub fn is_free(&self, geometries: &[Geometry], device: Device) -> bool {
+        let size = |profile: ProfileIndex| Some(geometries.get(self.geometry?)?.profiles.get(profile)?.size);
+        match device {
+            Device::Whole => !self.taken_whole && self.taken.instances == 0,
+            Device::Instance { profile, start } => size(profile)
+                .is_some_and(|size| !self.taken_whole && self.taken.slices & slices(start, size) == 0),
+        }
+    }
+
     /// Whether the GPU can give the device now.
     pub fn can_give(&self, geometries: &[Geometry], device: Device) -> bool {
         match device {

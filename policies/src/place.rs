@@ -11,7 +11,7 @@ use crate::shape::Shape;
 use crate::snapshot::{Capability, Constraint, ConstraintKind, DeviceNeed, GpuIndex, NodeIndex, Want};
 use crate::value::Cost;
 
-/// Most steps of one search. Counted, not timed: the same input gives the same plan on any machine.
+/// Most steps of the search on one node. Counted, not timed: the same input gives the same plan on any machine.
 pub const WORK: u32 = 20_000;
 
 /// What a search found.
@@ -21,7 +21,7 @@ pub enum Answer {
     Found(Rc<Solution>),
     /// There is none.
     Nothing,
-    /// None was found within [`WORK`] steps.
+    /// None was found within a set number of steps.
     GaveUp,
 }
 
@@ -49,8 +49,14 @@ pub struct Chosen {
     pub offer: Offer,
 }
 
-/// Searches a place for the request's devices on the node.
-pub fn on_node(catalog: &mut Catalog<'_>, shape: &Shape, node: NodeIndex, gpus: &[StateId]) -> Answer {
+/// Searches a place for the request's devices on the node, in at most so many steps. Also answers how many it took.
+pub fn on_node(
+    catalog: &mut Catalog<'_>,
+    shape: &Shape,
+    node: NodeIndex,
+    gpus: &[StateId],
+    most: u32,
+) -> (Answer, u32) {
     // Alternatives that are out of reach even alone are not combined with others.
     let possible: Vec<Vec<usize>> = shape
         .devices
@@ -61,23 +67,23 @@ pub fn on_node(catalog: &mut Catalog<'_>, shape: &Shape, node: NodeIndex, gpus: 
         })
         .collect();
     if possible.iter().any(Vec::is_empty) {
-        return Answer::Nothing;
+        return (Answer::Nothing, 0);
     }
     let gpus = gpus.to_vec();
     let mut search =
-        Search { catalog, shape, node, gpus, chosen: Vec::new(), dead: HashSet::new(), steps: 0 };
+        Search { catalog, shape, node, gpus, chosen: Vec::new(), dead: HashSet::new(), most, steps: 0 };
     let mut odometer = vec![0; possible.len()];
     loop {
         let choice: Vec<usize> = odometer.iter().zip(&possible).map(|(&at, list)| list[at]).collect();
         if search.solve(&choice) {
-            return Answer::Found(Rc::new(search.solution(choice)));
+            return (Answer::Found(Rc::new(search.solution(choice))), search.steps);
         }
-        if search.steps >= WORK {
-            return Answer::GaveUp;
+        if search.steps >= most {
+            return (Answer::GaveUp, search.steps);
         }
         // The last need's alternatives change fastest, so the first need's preference weighs most.
         let Some(turn) = (0..odometer.len()).rev().find(|&i| odometer[i] + 1 < possible[i].len()) else {
-            return Answer::Nothing;
+            return (Answer::Nothing, search.steps);
         };
         odometer[turn] += 1;
         odometer[turn + 1..].fill(0);
@@ -119,6 +125,7 @@ struct Search<'s, 'a, 'r> {
     gpus: Vec<StateId>,
     chosen: Vec<Chosen>,
     dead: HashSet<DeadEnd<'r>>,
+    most: u32,
     steps: u32,
 }
 
@@ -154,13 +161,15 @@ impl<'r> Search<'_, '_, 'r> {
 
     fn descend(&mut self, slots: &[(usize, usize)]) -> bool {
         let Some((&(need, alternative), rest)) = slots.split_first() else { return true };
+        // A combination of alternatives that ends at its first device is a step, too.
+        self.steps += 1;
         let situation = (slots.len(), self.gpus.clone(), self.values_so_far());
         if self.dead.contains(&situation) {
             return false;
         }
         for (gpu, offer) in self.candidates(need, alternative) {
             self.steps += 1;
-            if self.steps >= WORK {
+            if self.steps >= self.most {
                 return false;
             }
             let before = std::mem::replace(&mut self.gpus[gpu], offer.after);

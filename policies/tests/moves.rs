@@ -263,6 +263,37 @@ fn what_is_short_may_be_the_nodes_processors() {
 }
 
 #[test]
+fn what_is_short_may_be_processors_where_another_gpu_is_empty() {
+    // On the first node one pod has all processors; the GPU beside it is empty.
+    let geometry = seven();
+    let mut snapshot = world(&geometry, 2);
+    let mut second = snapshot.nodes[0].clone();
+    second.name = "n1".into();
+    for (i, gpu) in second.gpus.iter_mut().enumerate() {
+        gpu.uuid = format!("GPU-{}", 2 + i);
+    }
+    snapshot.nodes.push(second);
+    for node in &mut snapshot.nodes {
+        node.free_milli.insert("cpu".into(), 4000);
+    }
+    snapshot.nodes[0].gpus[1].allowed = [profile(&geometry, "4g.40gb")].into();
+    snapshot.nodes[0].gpus[0].allowed.remove(&profile(&geometry, "4g.40gb"));
+    for request in &mut snapshot.requests {
+        request.pod.milli.insert("cpu".into(), 4000);
+    }
+    let here = Request {
+        id: "here".into(),
+        avoid: [1].into(),
+        ..request("", vec![want(&snapshot.geometries, "4g.40gb")])
+    };
+    snapshot.requests.push(Request {
+        pod: PodNeeds { milli: [("cpu".to_owned(), 1000)].into(), ..PodNeeds::default() },
+        ..here
+    });
+    assert_eq!(after(&snapshot, &["1g.10gb"], "here"), Some(1));
+}
+
+#[test]
 fn with_the_usual_bounds_nearly_always_the_fewest_moves_are_found() {
     let (mut solvable, mut best, mut worse) = (0, 0, Vec::new());
     for seed in 0..6000 {

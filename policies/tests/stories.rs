@@ -395,3 +395,18 @@ fn gpus_in_equal_states_are_told_apart_if_a_later_need_is_for_one_of_them() {
     snapshot.requests = vec![request("ns/p", vec![whole(), first])];
     assert_eq!(places(&snapshot, &legal_plan(&snapshot)), ["1:whole", "0:whole"]);
 }
+
+#[test]
+fn many_alternatives_that_cannot_be_met_are_given_up() {
+    let mut snapshot = cluster(&a100(), 8);
+    let alternatives = vec![want(&snapshot.geometries, "1g.10gb"); 8];
+    let need = |i: usize| DeviceNeed { name: format!("r{i}"), alternatives: alternatives.clone() };
+    // No GPU has a value for the constraint: a thousand million combinations, none of which has a first device.
+    snapshot.requests = vec![Request {
+        devices: (0..10).map(need).collect(),
+        constraints: vec![Constraint::default()],
+        ..request("ns/p", vec![])
+    }];
+    let refusal = refused(&legal_plan(&snapshot)).1;
+    assert!(refusal.contains("given up after a set amount of work"), "{refusal}");
+}

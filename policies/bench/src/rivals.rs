@@ -115,7 +115,8 @@ impl Cluster for Rival {
     }
 }
 
-/// One server with the compute slices of all GPUs: no policy on GPUs that are apart can accept more.
+/// One server with the compute slices of all GPUs, which takes whatever it has room for: what is lost to GPUs being apart
+/// is the distance to it. A bound only for those who refuse nothing that fits.
 #[derive(Debug)]
 pub struct Pooled {
     /// Compute slices left.

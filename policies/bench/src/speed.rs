@@ -87,8 +87,9 @@ fn row<'a>(snapshot: &'a Snapshot) -> String {
     let mut dice = ChaCha8Rng::seed_from_u64(2);
     let mut placed = Vec::with_capacity(DECISIONS);
     for _ in 0..DECISIONS {
-        let asked = asked[dice.random_range(0..asked.len())];
+        let request = &snapshot.requests[dice.random_range(0..asked.len())];
         let started = Instant::now();
+        let asked = fleet.numbered(request);
         match fleet.best(asked) {
             Some((node, place)) => {
                 fleet.take(asked, node, &place);
