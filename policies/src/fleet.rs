@@ -319,7 +319,7 @@ impl<'a> Fleet<'a> {
             if !self.fits(node, asked) {
                 continue;
             }
-            let Answer::Found(solution) = self.answer(asked, node) else { continue };
+            let Some(solution) = self.place_on(asked, node) else { continue };
             let now = |node: NodeIndex| (self.nodes[node].crowding, self.nodes[node].rank, node);
             let better = best.as_ref().is_none_or(|(other, than)| {
                 (&solution.choice, solution.cost, now(node)) < (&than.choice, than.cost, now(*other))

@@ -376,8 +376,7 @@ impl<'r> Search<'_, '_, 'r> {
                 }
                 self.work = self.work.saturating_sub(self.fleet.gpus(node).len() as u64);
                 let in_the_way = set.iter().map(|&i| there[i]).collect();
-                candidates
-                    .extend(self.candidate(asked, node, in_the_way, |fleet| fleet.place_on(asked, node)));
+                candidates.extend(self.without(asked, node, in_the_way));
                 let Some(turn) = (0..size).rev().find(|&i| set[i] < there.len() - size + i) else { break };
                 set[turn] += 1;
                 for i in turn + 1..size {
@@ -419,13 +418,12 @@ impl<'r> Search<'_, '_, 'r> {
         Some(Candidate { node, place, in_the_way, price, slices })
     }
 
-    /// The candidate, if its place is free once these are gone and the node can take the pod.
-    fn candidate(
+    /// The candidate that has the node's best place once these are gone, if there is one and the node can take the pod.
+    fn without(
         &mut self,
         asked: Numbered<'r>,
         node: NodeIndex,
         in_the_way: Vec<TenantId>,
-        place: impl FnOnce(&mut Fleet<'_>) -> Option<Rc<Solution>>,
     ) -> Option<Candidate> {
         let before = self.fleet.gpus(node).to_vec();
         let (mut price, mut slices) = (0u32, 0);
@@ -440,7 +438,7 @@ impl<'r> Search<'_, '_, 'r> {
         for (asked, place) in &gone {
             self.fleet.put_back(*asked, node, place);
         }
-        let place = self.fleet.fits(node, asked).then(|| place(self.fleet)).flatten();
+        let place = if self.fleet.fits(node, asked) { self.fleet.place_on(asked, node) } else { None };
         self.fleet.undo(node, &before, asked.pod, 0);
         for (asked, _) in &gone {
             self.fleet.use_resources(asked.pod, node, 1);
