@@ -89,6 +89,7 @@ fn main() {
         geometries: vec![geometry.clone()],
         nodes: (0..nodes).map(node).collect(),
         requests: (0..requests).map(request).collect(),
+        ..Snapshot::default()
     };
     let started = Instant::now();
     let plan = plan(&snapshot);

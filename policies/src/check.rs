@@ -5,39 +5,120 @@
 use std::collections::BTreeMap;
 
 use crate::nodes;
-use crate::plan::{PlacedDevice, Placement, Plan, PlannedInstance};
+use crate::plan::{PlacedDevice, Placement, Plan, PlannedInstance, Room};
 use crate::snapshot::{
-    Capability, ConstraintKind, Geometry, Gpu, GpuIndex, InstanceState, NodeIndex, ProfileIndex, Request,
-    Snapshot, Want,
+    Capability, ConstraintKind, Geometry, Gpu, GpuIndex, Instance, InstanceState, NodeIndex, ProfileIndex,
+    Request, Snapshot, Want,
 };
 
 /// Every rule that the plan breaks, a sentence each. Empty: the plan is legal.
 pub fn violations(snapshot: &Snapshot, plan: &Plan) -> Vec<String> {
     let mut broken = Vec::new();
     answers(snapshot, plan, &mut broken);
-    for placement in &plan.placements {
+    for room in &plan.rooms {
+        may_move(snapshot, room, &mut broken);
+    }
+    let (after, places) = moved(snapshot, plan);
+    legal(&after, &places, &mut broken);
+    broken
+}
+
+/// Who is moved may be moved, and for this request.
+fn may_move(snapshot: &Snapshot, room: &Room, broken: &mut Vec<String>) {
+    let Some(request) = snapshot.requests.get(room.place.request) else { return };
+    let mut wrong = |what: String| broken.push(format!("{}: {what}", request.id));
+    let pods: Vec<usize> = room.moves.iter().map(|step| step.pod).collect();
+    for (index, &pod) in pods.iter().enumerate() {
+        let Some(movable) = snapshot.movable.get(pod) else {
+            wrong(format!("there is no movable pod {pod}"));
+            continue;
+        };
+        let id = &movable.request.id;
+        if pods[..index].contains(&pod) {
+            wrong(format!("{id} is moved twice"));
+        }
+        if movable.request.priority > request.priority {
+            wrong(format!("{id}, which is moved, has the higher priority"));
+        }
+        if pods.len() > movable.most_moves as usize {
+            wrong(format!("{id} is one of {} moves, at most {} are allowed", pods.len(), movable.most_moves));
+        }
+        if request.waited_seconds.is_none_or(|waited| waited < movable.after_seconds) {
+            wrong(format!("{id} is moved before {} seconds", movable.after_seconds));
+        }
+    }
+    if pods.is_empty() {
+        wrong("room without moves".into());
+    }
+    for (budget, &allowed) in snapshot.budgets.iter().enumerate() {
+        let of_it = |pod: &&usize| snapshot.movable.get(**pod).is_some_and(|m| m.budgets.contains(&budget));
+        let number = pods.iter().filter(of_it).count();
+        if number > allowed as usize {
+            wrong(format!("{number} of disruption budget {budget} are moved, {allowed} are allowed"));
+        }
+    }
+}
+
+/// The cluster without those who move, as if they asked anew; and all places.
+fn moved(snapshot: &Snapshot, plan: &Plan) -> (Snapshot, Vec<Placement>) {
+    let mut after = snapshot.clone();
+    let mut places = plan.placements.clone();
+    for room in &plan.rooms {
+        places.push(room.place.clone());
+        for step in &room.moves {
+            let Some(movable) = snapshot.movable.get(step.pod) else { continue };
+            let node = &mut after.nodes[movable.node];
+            for (resource, milli) in &movable.request.pod.milli {
+                if let Some(free) = node.free_milli.get_mut(resource) {
+                    *free += milli;
+                }
+            }
+            for device in &movable.devices {
+                let gpu = &mut node.gpus[device.gpu];
+                match device.instance {
+                    None => gpu.taken_whole = false,
+                    Some(held) => {
+                        let here = |one: &&mut Instance| {
+                            one.profile == Some(held.profile) && one.start == held.start
+                        };
+                        if let Some(instance) = gpu.instances.iter_mut().find(here) {
+                            instance.state = InstanceState::Idle;
+                        }
+                    }
+                }
+            }
+            let request = after.requests.len();
+            after.requests.push(movable.request.clone());
+            places.push(Placement { request, node: step.node, devices: step.devices.clone() });
+        }
+    }
+    (after, places)
+}
+
+fn legal(snapshot: &Snapshot, places: &[Placement], broken: &mut Vec<String>) {
+    for placement in places {
         let Some(request) = snapshot.requests.get(placement.request) else { continue };
         if snapshot.nodes.get(placement.node).is_none() {
             broken.push(format!("{}: there is no node {}", request.id, placement.node));
             continue;
         }
-        node_takes(snapshot, request, placement, &mut broken);
-        needs_met(snapshot, request, placement, &mut broken);
-        constraints_met(request, placement, &mut broken);
+        node_takes(snapshot, request, placement, broken);
+        needs_met(snapshot, request, placement, broken);
+        constraints_met(request, placement, broken);
     }
     for (n, node) in snapshot.nodes.iter().enumerate() {
-        resources(snapshot, plan, n, &mut broken);
+        resources(snapshot, places, n, broken);
         for g in 0..node.gpus.len() {
-            gpu(snapshot, plan, n, g, &mut broken);
+            gpu(snapshot, places, n, g, broken);
         }
     }
-    broken
 }
 
 fn answers(snapshot: &Snapshot, plan: &Plan, broken: &mut Vec<String>) {
     let mut answered: BTreeMap<usize, u32> = BTreeMap::new();
     let placed = plan.placements.iter().map(|placement| placement.request);
-    for request in placed.chain(plan.refusals.iter().map(|refusal| refusal.request)) {
+    let with_room = plan.rooms.iter().map(|room| room.place.request);
+    for request in placed.chain(with_room).chain(plan.refusals.iter().map(|refusal| refusal.request)) {
         *answered.entry(request).or_default() += 1;
     }
     for request in 0..snapshot.requests.len() {
@@ -119,9 +200,9 @@ fn constraints_met(request: &Request, placement: &Placement, broken: &mut Vec<St
     }
 }
 
-fn resources(snapshot: &Snapshot, plan: &Plan, node: NodeIndex, broken: &mut Vec<String>) {
+fn resources(snapshot: &Snapshot, places: &[Placement], node: NodeIndex, broken: &mut Vec<String>) {
     let mut used: BTreeMap<&str, i128> = BTreeMap::new();
-    for placement in plan.placements.iter().filter(|placement| placement.node == node) {
+    for placement in places.iter().filter(|placement| placement.node == node) {
         let Some(request) = snapshot.requests.get(placement.request) else { continue };
         for (resource, milli) in &request.pod.milli {
             *used.entry(resource).or_default() += milli;
@@ -137,9 +218,15 @@ fn resources(snapshot: &Snapshot, plan: &Plan, node: NodeIndex, broken: &mut Vec
 }
 
 /// What is placed on one GPU fits together with what is taken there.
-fn gpu(snapshot: &Snapshot, plan: &Plan, node: NodeIndex, index: GpuIndex, broken: &mut Vec<String>) {
+fn gpu(
+    snapshot: &Snapshot,
+    places: &[Placement],
+    node: NodeIndex,
+    index: GpuIndex,
+    broken: &mut Vec<String>,
+) {
     let gpu = &snapshot.nodes[node].gpus[index];
-    let here = plan.placements.iter().filter(|placement| placement.node == node);
+    let here = places.iter().filter(|placement| placement.node == node);
     let placed: Vec<&PlacedDevice> =
         here.flat_map(|placement| &placement.devices).filter(|device| device.gpu == index).collect();
     if placed.is_empty() {

@@ -4,10 +4,9 @@ use std::collections::{HashMap, HashSet};
 
 use crate::explain;
 use crate::fleet::Fleet;
-use crate::occupancy::Device;
-use crate::place::Solution;
-use crate::plan::{PlacedDevice, Placement, Plan, PlannedInstance, RefusalKind};
-use crate::snapshot::{NodeIndex, Request, Snapshot};
+use crate::plan::{Plan, RefusalKind};
+use crate::rooms::{self, placement};
+use crate::snapshot::Snapshot;
 
 /// Decides which request gets which devices.
 ///
@@ -17,24 +16,38 @@ use crate::snapshot::{NodeIndex, Request, Snapshot};
 ///
 /// Where that leaves somebody without room, the largest of equal priority are served first, by way of trial: it counts
 /// if all who had a place have one still, and others, too.
+///
+/// For those who still have none, room is looked for by moving others, see [`crate::snapshot::Movable`].
 pub fn plan(snapshot: &Snapshot) -> Plan {
+    let (mut plan, mut fleet) = without_moves(snapshot);
+    if !snapshot.movable.is_empty() {
+        rooms::make(&mut fleet, &mut plan);
+    }
+    plan
+}
+
+fn without_moves(snapshot: &Snapshot) -> (Plan, Fleet<'_>) {
     let priority = |index: usize| std::cmp::Reverse(snapshot.requests[index].priority);
     let mut order: Vec<usize> = (0..snapshot.requests.len()).collect();
     order.sort_by_key(|&index| priority(index));
-    let (plan, sizes) = serve(snapshot, &order);
+    let (plan, fleet, sizes) = serve(snapshot, &order);
     if plan.placements.is_empty() || !plan.refusals.iter().any(|refusal| refusal.kind == RefusalKind::NoRoom)
     {
-        return plan;
+        return (plan, fleet);
     }
     order.sort_by_key(|&index| (priority(index), std::cmp::Reverse(sizes[index])));
-    let (other, _) = serve(snapshot, &order);
+    let (other, other_fleet, _) = serve(snapshot, &order);
     let placed: HashSet<usize> = other.placements.iter().map(|placement| placement.request).collect();
     let all_still = plan.placements.iter().all(|placement| placed.contains(&placement.request));
-    if all_still && other.placements.len() > plan.placements.len() { other } else { plan }
+    if all_still && other.placements.len() > plan.placements.len() {
+        (other, other_fleet)
+    } else {
+        (plan, fleet)
+    }
 }
 
 /// Serves the requests one after the other. Also answers the fewest memory slices that each takes.
-fn serve(snapshot: &Snapshot, order: &[usize]) -> (Plan, Vec<u32>) {
+fn serve<'a>(snapshot: &'a Snapshot, order: &[usize]) -> (Plan, Fleet<'a>, Vec<u32>) {
     let mut fleet = Fleet::of(snapshot);
     let mut sizes = vec![0; snapshot.requests.len()];
     let mut plan = Plan::default();
@@ -62,23 +75,5 @@ fn serve(snapshot: &Snapshot, order: &[usize]) -> (Plan, Vec<u32>) {
             }
         }
     }
-    (plan, sizes)
-}
-
-fn placement(index: usize, request: &Request, node: NodeIndex, solution: &Solution) -> Placement {
-    let placed = |chosen: &crate::place::Chosen| {
-        let need = &request.devices[chosen.need];
-        PlacedDevice {
-            request: need.name.clone(),
-            subrequest: need.alternatives[chosen.alternative].subrequest.clone(),
-            gpu: chosen.gpu,
-            instance: match chosen.offer.device {
-                Device::Whole => None,
-                Device::Instance { profile, start } => {
-                    Some(PlannedInstance { profile, start, exists: chosen.offer.exists })
-                }
-            },
-        }
-    };
-    Placement { request: index, node, devices: solution.devices.iter().map(placed).collect() }
+    (plan, fleet, sizes)
 }

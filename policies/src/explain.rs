@@ -43,7 +43,7 @@ enum Obstacle {
 pub fn refusal(fleet: &mut Fleet<'_>, index: usize, asked: Numbered<'_>) -> Refusal {
     let snapshot = fleet.snapshot;
     let request = asked.request;
-    let refuse = |kind, message| Refusal { request: index, kind, message };
+    let refuse = |kind, message| Refusal { request: index, kind, message, moves: None };
     for need in &request.devices {
         let gpus = obstacles(fleet, need);
         if !gpus.iter().any(|&(_, _, obstacle)| obstacle == Obstacle::Room) {

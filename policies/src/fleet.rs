@@ -14,7 +14,10 @@ use crate::nodes::{self, Misfit};
 use crate::occupancy::{Device, GpuState};
 use crate::place::{self, Answer, Chosen, Solution};
 use crate::shape::Shape;
-use crate::snapshot::{Gpu, GpuIndex, Node, NodeIndex, PodNeeds, Request, Snapshot, Strategy};
+use crate::snapshot::{
+    Gpu, GpuIndex, Instance, InstanceState, Node, NodeIndex, PlacedDevice, PlannedInstance, PodNeeds,
+    Request, Snapshot, Strategy, Want,
+};
 use crate::value::Cost;
 
 /// Number of distinct device needs and constraints.
@@ -482,6 +485,39 @@ impl<'a> Fleet<'a> {
             answers.like.insert(now.gpus.clone(), answer.clone());
         }
         answer
+    }
+
+    /// The place of somebody who has these devices; `None` if they are not all somebody's and there, or do not serve the
+    /// request's needs.
+    pub fn held(&self, asked: Numbered<'_>, node: NodeIndex, devices: &[PlacedDevice]) -> Option<Solution> {
+        let contents = self.snapshot.nodes.get(node)?;
+        let mut place = Solution::default();
+        let mut rest = devices;
+        for (need, wanted) in asked.request.devices.iter().enumerate() {
+            let first = rest.first().filter(|device| device.request == wanted.name)?;
+            let chosen = |want: &Want| want.subrequest == first.subrequest;
+            let alternative = wanted.alternatives.iter().position(chosen)?;
+            let count = wanted.alternatives[alternative].count as usize;
+            let (these, others) = rest.split_at_checked(count)?;
+            for device in these {
+                let gpu = contents.gpus.get(device.gpu)?;
+                let held = match device.instance {
+                    None => gpu.taken_whole.then_some(Device::Whole)?,
+                    Some(PlannedInstance { profile, start, .. }) => {
+                        let it = |one: &&Instance| one.profile == Some(profile) && one.start == start;
+                        let there = gpu.instances.iter().find(it)?;
+                        let held = there.exists && there.state == InstanceState::Taken;
+                        held.then_some(Device::Instance { profile, start })?
+                    }
+                };
+                let after = self.nodes[node].gpus[device.gpu];
+                let offer = Offer { device: held, exists: true, after, cost: Cost::default() };
+                place.devices.push(Chosen { need, alternative, gpu: device.gpu, offer });
+            }
+            place.choice.push(alternative);
+            rest = others;
+        }
+        rest.is_empty().then_some(place)
     }
 
     /// Takes the place.

@@ -12,7 +12,7 @@
 //! | `shape` | what a request wants of GPUs |
 //! | `catalog`, `index` | what a GPU in some state can give, and at which price; which GPUs are in which state |
 //! | [`occupancy`], `value` | what fits on a GPU; what its room is worth |
-//! | [`moves`] | which running pods to move so that a request fits |
+//! | `rooms`, [`moves`] | for whom others are moved, and who; the fewest moves so that a request fits |
 //! | [`layout`] | static layouts, warm instances |
 //! | `nodes`, `explain` | whether a node can take a pod; why a request has no place |
 //! | [`check`] | whether a plan is legal, worked out the plain way |
@@ -35,6 +35,7 @@ pub mod occupancy;
 pub mod place;
 pub mod plan;
 pub mod protocol;
+mod rooms;
 mod shape;
 pub mod snapshot;
 pub mod value;

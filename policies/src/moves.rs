@@ -10,7 +10,7 @@ use std::rc::Rc;
 use crate::fleet::{Fleet, Numbered, PodId, ShapeId};
 use crate::occupancy::{Device, slices};
 use crate::place::Solution;
-use crate::snapshot::{GpuIndex, NodeIndex};
+use crate::snapshot::{BudgetIndex, GpuIndex, NodeIndex};
 
 /// Number of a [`Tenant`].
 pub type TenantId = usize;
@@ -26,6 +26,8 @@ pub struct Tenant<'r> {
     pub place: Rc<Solution>,
     /// What a move of it costs; `None`: it is not to be moved.
     pub price: Option<u32>,
+    /// The disruption budgets that it counts for.
+    pub budgets: &'r [BudgetIndex],
 }
 
 /// Everybody who has devices, by GPU.
@@ -34,9 +36,16 @@ pub struct Tenants<'r> {
     all: BTreeMap<TenantId, Tenant<'r>>,
     on: BTreeMap<(NodeIndex, GpuIndex), Vec<TenantId>>,
     next: TenantId,
+    /// How many more of each disruption budget may go.
+    budgets: Vec<u32>,
 }
 
 impl<'r> Tenants<'r> {
+    /// Nobody yet, under these disruption budgets.
+    pub fn under(budgets: &[u32]) -> Self {
+        Self { budgets: budgets.to_vec(), ..Self::default() }
+    }
+
     /// A tenant by its number.
     pub fn get(&self, id: TenantId) -> Option<&Tenant<'r>> {
         self.all.get(&id)
@@ -58,7 +67,31 @@ impl<'r> Tenants<'r> {
                 there.retain(|&other| other != id);
             }
         }
+        for &budget in tenant.budgets {
+            if let Some(left) = self.budgets.get_mut(budget) {
+                *left = left.saturating_sub(1);
+            }
+        }
         Some(tenant)
+    }
+
+    /// Takes back a tenant that has left.
+    fn put_back(&mut self, id: TenantId, tenant: Tenant<'r>) {
+        for &budget in tenant.budgets {
+            if let Some(left) = self.budgets.get_mut(budget) {
+                *left += 1;
+            }
+        }
+        self.put(id, tenant);
+    }
+
+    /// Whether the disruption budgets let all of these go.
+    fn may_go(&self, ids: &[TenantId]) -> bool {
+        let budgets = |id: &TenantId| self.all.get(id).map_or(&[][..], |tenant| tenant.budgets);
+        (0..self.budgets.len()).all(|budget| {
+            let of_it = ids.iter().filter(|&id| budgets(id).contains(&budget)).count();
+            of_it <= self.budgets[budget] as usize
+        })
     }
 
     fn put(&mut self, id: TenantId, tenant: Tenant<'r>) {
@@ -178,7 +211,7 @@ pub fn carry_out<'r>(fleet: &mut Fleet<'_>, tenants: &mut Tenants<'r>, asked: Nu
     for (step, tenant) in moving {
         fleet.take(tenant.asked, step.node, &step.place);
         let place = Rc::clone(&step.place);
-        tenants.put(step.tenant, Tenant { node: step.node, place, ..tenant });
+        tenants.put_back(step.tenant, Tenant { node: step.node, place, ..tenant });
     }
 }
 
@@ -280,7 +313,7 @@ impl<'r> Search<'_, '_, 'r> {
         self.fleet.undo(*node, &before, one.1.pod, -1);
         for (id, tenant) in self.evicted.split_off(moved) {
             self.fleet.use_resources(tenant.asked.pod, *node, 1);
-            self.tenants.put(id, tenant);
+            self.tenants.put_back(id, tenant);
         }
         if !done {
             self.placed.pop();
@@ -400,6 +433,9 @@ impl<'r> Search<'_, '_, 'r> {
         device: Device,
         in_the_way: Vec<TenantId>,
     ) -> Option<Candidate> {
+        if !self.tenants.may_go(&in_the_way) {
+            return None;
+        }
         let mut state = self.fleet.gpus(node)[gpu];
         let (mut price, mut slices, mut pods) = (0u32, 0, Vec::with_capacity(in_the_way.len()));
         for &id in &in_the_way {
@@ -425,6 +461,9 @@ impl<'r> Search<'_, '_, 'r> {
         node: NodeIndex,
         in_the_way: Vec<TenantId>,
     ) -> Option<Candidate> {
+        if !self.tenants.may_go(&in_the_way) {
+            return None;
+        }
         let before = self.fleet.gpus(node).to_vec();
         let (mut price, mut slices) = (0u32, 0);
         let mut gone = Vec::new();
@@ -472,9 +511,10 @@ impl<'r> Search<'_, '_, 'r> {
         here.into_iter().any(|chosen| of(chosen.offer.device) & of(device) != 0)
     }
 
-    fn kinds(&self, tenants: &[TenantId]) -> Vec<(ShapeId, PodId, Option<u32>)> {
+    fn kinds(&self, tenants: &[TenantId]) -> Vec<(ShapeId, PodId, Option<u32>, &'r [BudgetIndex])> {
         let of = |&id: &TenantId| {
-            self.tenants.get(id).map(|tenant| (tenant.asked.shape, tenant.asked.pod, tenant.price))
+            let tenant = self.tenants.get(id)?;
+            Some((tenant.asked.shape, tenant.asked.pod, tenant.price, tenant.budgets))
         };
         let mut kinds: Vec<_> = tenants.iter().filter_map(of).collect();
         kinds.sort_unstable();

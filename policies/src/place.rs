@@ -7,8 +7,12 @@ use std::collections::HashSet;
 use std::rc::Rc;
 
 use crate::catalog::{Catalog, Offer, StateId};
+use crate::occupancy::Device;
 use crate::shape::Shape;
-use crate::snapshot::{Capability, Constraint, ConstraintKind, DeviceNeed, GpuIndex, NodeIndex, Want};
+use crate::snapshot::{
+    Capability, Constraint, ConstraintKind, DeviceNeed, GpuIndex, NodeIndex, PlacedDevice, PlannedInstance,
+    Want,
+};
 use crate::value::Cost;
 
 /// Most steps of the search on one node. Counted, not timed: the same input gives the same plan on any machine.
@@ -47,6 +51,24 @@ pub struct Chosen {
     pub gpu: GpuIndex,
     /// What of it.
     pub offer: Offer,
+}
+
+impl Chosen {
+    /// The device in the words of the plan.
+    pub fn placed(&self, needs: &[DeviceNeed]) -> PlacedDevice {
+        let need = &needs[self.need];
+        PlacedDevice {
+            request: need.name.clone(),
+            subrequest: need.alternatives[self.alternative].subrequest.clone(),
+            gpu: self.gpu,
+            instance: match self.offer.device {
+                Device::Whole => None,
+                Device::Instance { profile, start } => {
+                    Some(PlannedInstance { profile, start, exists: self.offer.exists })
+                }
+            },
+        }
+    }
 }
 
 /// Searches a place for the request's devices on the node, in at most so many steps. Also answers how many it took.

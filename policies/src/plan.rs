@@ -1,12 +1,16 @@
 //! What the planner answers.
 
-use crate::snapshot::{GpuIndex, NodeIndex, ProfileIndex};
+use crate::snapshot::NodeIndex;
 
-/// Answer to a [`crate::snapshot::Snapshot`]: each of its requests is in exactly one of the two lists.
+pub use crate::snapshot::{PlacedDevice, PlannedInstance};
+
+/// Answer to a [`crate::snapshot::Snapshot`]: each of its requests is in exactly one of the three lists.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
     /// Requests with a place, in the order in which they were placed.
     pub placements: Vec<Placement>,
+    /// Requests that have one once others have moved. At most one in a plan: what becomes of it decides about the next.
+    pub rooms: Vec<Room>,
     /// Requests without one, and why.
     pub refusals: Vec<Refusal>,
 }
@@ -22,28 +26,24 @@ pub struct Placement {
     pub devices: Vec<PlacedDevice>,
 }
 
-/// One device of a placement.
+/// Room for a request, once others have moved.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PlacedDevice {
-    /// Name of the claim's request.
-    pub request: String,
-    /// Name of the subrequest, where there is one.
-    pub subrequest: Option<String>,
-    /// GPU on the placement's node.
-    pub gpu: GpuIndex,
-    /// The instance; `None`: the whole GPU.
-    pub instance: Option<PlannedInstance>,
+pub struct Room {
+    /// The request's place. Some of it is still somebody's.
+    pub place: Placement,
+    /// Those who move.
+    pub moves: Vec<Move>,
 }
 
-/// A MIG instance at an exact place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PlannedInstance {
-    /// Profile, by index into the GPU's geometry.
-    pub profile: ProfileIndex,
-    /// First memory slice.
-    pub start: u32,
-    /// Whether it exists already.
-    pub exists: bool,
+/// A pod's new place, free now or after other moves of the same plan.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// Index into the snapshot's movable pods.
+    pub pod: usize,
+    /// The node.
+    pub node: NodeIndex,
+    /// Its devices, in the order of the request's needs.
+    pub devices: Vec<PlacedDevice>,
 }
 
 /// Why a request has no place.
@@ -55,6 +55,17 @@ pub struct Refusal {
     pub kind: RefusalKind,
     /// One sentence for people, with the evidence: "needs 3g.40gb: 4 GPUs have the memory free, none in one piece".
     pub message: String,
+    /// Present: moving others was looked into.
+    pub moves: Option<NoMoves>,
+}
+
+/// Why nobody is moved for a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoMoves {
+    /// No moves that are allowed make room.
+    Useless,
+    /// None were found within a set amount of work, or not everything was tried.
+    NotFound,
 }
 
 /// Kinds of refusal.

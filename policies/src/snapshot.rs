@@ -11,6 +11,8 @@ pub type ProfileIndex = usize;
 pub type NodeIndex = usize;
 /// Index into [`Node::gpus`].
 pub type GpuIndex = usize;
+/// Index into [`Snapshot::budgets`].
+pub type BudgetIndex = usize;
 
 /// The cluster at one moment.
 #[derive(Clone, Debug, Default)]
@@ -21,6 +23,10 @@ pub struct Snapshot {
     pub nodes: Vec<Node>,
     /// Unplaced requests, first to be served first.
     pub requests: Vec<Request>,
+    /// Running pods that may be moved for a request that has no room otherwise.
+    pub movable: Vec<Movable>,
+    /// How many more pods each disruption budget lets go now.
+    pub budgets: Vec<u32>,
 }
 
 /// What a kind of GPU can be cut into.
@@ -184,6 +190,8 @@ pub struct Request {
     pub pod: PodNeeds,
     /// Nodes that are out of the question although the snapshot would allow them (a place withdrawn a moment ago).
     pub avoid: BTreeSet<NodeIndex>,
+    /// For how long it has waited; `None`: nobody is to be moved for it now.
+    pub waited_seconds: Option<u64>,
 }
 
 /// One request of a claim.
@@ -230,6 +238,49 @@ pub enum ConstraintKind {
     #[default]
     Same,
     Distinct,
+}
+
+/// One device of a placement.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PlacedDevice {
+    /// Name of the claim's request.
+    pub request: String,
+    /// Name of the subrequest, where there is one.
+    pub subrequest: Option<String>,
+    /// GPU on the placement's node.
+    pub gpu: GpuIndex,
+    /// The instance; `None`: the whole GPU.
+    pub instance: Option<PlannedInstance>,
+}
+
+/// A MIG instance at an exact place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlannedInstance {
+    /// Profile, by index into the GPU's geometry.
+    pub profile: ProfileIndex,
+    /// First memory slice.
+    pub start: u32,
+    /// Whether it exists already.
+    pub exists: bool,
+}
+
+/// A running pod that may be moved: another comes in its place and asks for the same again.
+#[derive(Clone, Debug, Default)]
+pub struct Movable {
+    /// What it asked for.
+    pub request: Request,
+    /// Its node.
+    pub node: NodeIndex,
+    /// Its devices, in the order of the request's needs.
+    pub devices: Vec<PlacedDevice>,
+    /// What a move of it costs. Of plans with equally many moves the cheaper is preferred.
+    pub price: u32,
+    /// The disruption budgets that it counts for.
+    pub budgets: Vec<BudgetIndex>,
+    /// It may be moved by a plan of at most so many moves.
+    pub most_moves: u32,
+    /// It may be moved for a request that has waited for so long.
+    pub after_seconds: u64,
 }
 
 /// What a pod needs of its node, besides GPUs.

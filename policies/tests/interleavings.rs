@@ -51,7 +51,8 @@ fn snapshot<const O: usize>(cluster: &Cluster<O>, operator: usize) -> (Snapshot,
             && !matches!(seen.claim[pod], ClaimNow::There { place: Some(_), .. })
     };
     let pods: Vec<usize> = (0..PODS).filter(waits).collect();
-    let mut snapshot = Snapshot { geometries: vec![geometry], nodes, requests: Vec::new() };
+    let mut snapshot =
+        Snapshot { geometries: vec![geometry], nodes, requests: Vec::new(), ..Snapshot::default() };
     let request = |pod: &usize| {
         common::request(&format!("p{pod}"), vec![common::want(&snapshot.geometries, "1g.80gb")])
     };

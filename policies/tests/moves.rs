@@ -42,7 +42,7 @@ fn filled<'a>(
         let (node, place) = places[dice.below(places.len())].clone();
         fleet.take(asked, node, &place);
         let price = dice.percent(movable).then(|| 1 + dice.below(3) as u32);
-        ids.push(tenants.enter(Tenant { asked, node, place, price }));
+        ids.push(tenants.enter(Tenant { asked, node, place, price, budgets: &[] }));
     }
     ids.retain(|&id| {
         let stays = !dice.percent(45);
@@ -173,7 +173,7 @@ fn trial(seed: u64, gpus: usize, movable: u64, limits: Limits) -> Result<Option<
     if let Outcome::Found(room) = &outcome {
         carry_out(&mut fleet, &mut tenants, asked, room);
         let place = Rc::clone(&room.place);
-        let newcomer = tenants.enter(Tenant { asked, node: room.node, place, price: None });
+        let newcomer = tenants.enter(Tenant { asked, node: room.node, place, price: None, budgets: &[] });
         let after = occupants(&tenants, &[ids.as_slice(), &[newcomer]].concat(), &geometry);
         for (i, one) in after.iter().enumerate() {
             for other in &after[i + 1..] {
@@ -215,7 +215,7 @@ fn after(snapshot: &Snapshot, before: &[&str], then: &str) -> Option<usize> {
         let asked = fleet.numbered(named(name));
         let (node, place) = fleet.best(asked).expect("room");
         fleet.take(asked, node, &place);
-        tenants.enter(Tenant { asked, node, place, price: Some(1) });
+        tenants.enter(Tenant { asked, node, place, price: Some(1), budgets: &[] });
     }
     let asked = fleet.numbered(named(then));
     assert!(fleet.best(asked).is_none(), "{then} has a place as it is");

@@ -16,7 +16,12 @@ fn a100() -> Geometry {
 /// One node with `count` empty GPUs, `GPU-0` and so on.
 fn cluster(geometry: &Geometry, count: usize) -> Snapshot {
     let gpus = (0..count).map(|i| gpu(&format!("GPU-{i}"), 0, geometry)).collect();
-    Snapshot { geometries: vec![geometry.clone()], nodes: vec![node("n0", gpus)], requests: vec![] }
+    Snapshot {
+        geometries: vec![geometry.clone()],
+        nodes: vec![node("n0", gpus)],
+        requests: vec![],
+        ..Snapshot::default()
+    }
 }
 
 fn asking(mut snapshot: Snapshot, profiles: &[&str]) -> Snapshot {

@@ -70,7 +70,7 @@ impl Cluster for Engine<'_> {
         self.placed += 1;
         self.reused += u64::from(place.devices.iter().all(|device| device.offer.exists));
         let price = (luck < self.moving.share).then_some(1);
-        let id = self.tenants.enter(Tenant { asked, node, place, price });
+        let id = self.tenants.enter(Tenant { asked, node, place, price, budgets: &[] });
         Some(Tenancy { first: id as u64, second: 0 })
     }
 

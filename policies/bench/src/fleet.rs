@@ -57,6 +57,7 @@ pub fn online(gpus: usize) -> Snapshot {
         nodes: (0..gpus.div_ceil(GPUS)).map(node).collect(),
         requests: PROFILES.iter().map(|name| request(name)).collect(),
         geometries: vec![geometry],
+        ..Snapshot::default()
     }
 }
 
@@ -141,7 +142,12 @@ pub fn large(nodes: usize, geometries: &[Geometry]) -> Snapshot {
             ..plain_node(n)
         }
     };
-    Snapshot { geometries: geometries.to_vec(), nodes: (0..nodes).map(node).collect(), requests: Vec::new() }
+    Snapshot {
+        geometries: geometries.to_vec(),
+        nodes: (0..nodes).map(node).collect(),
+        requests: Vec::new(),
+        ..Snapshot::default()
+    }
 }
 
 /// A need of one device for which all these profiles would do.

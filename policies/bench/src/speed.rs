@@ -57,7 +57,7 @@ fn row<'a>(snapshot: &'a Snapshot) -> String {
     let mut dice = ChaCha8Rng::seed_from_u64(1);
     let (mut tenants, mut ids) = (Tenants::default(), Vec::new());
     let enter = |tenants: &mut Tenants<'a>, asked, node, place| {
-        tenants.enter(Tenant { asked, node, place, price: None })
+        tenants.enter(Tenant { asked, node, place, price: None, budgets: &[] })
     };
     // Full; what is refused now is measured, too.
     let mut without = Vec::new();

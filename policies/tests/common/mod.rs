@@ -406,7 +406,7 @@ fn try_needs(
 ) -> bool {
     if need == request.devices.len() {
         let placement = Placement { request: 0, node, devices: devices.clone() };
-        let plan = Plan { placements: vec![placement], refusals: Vec::new() };
+        let plan = Plan { placements: vec![placement], ..Plan::default() };
         return kerf_planner::check::violations(snapshot, &plan).is_empty();
     }
     let wants = &request.devices[need].alternatives;
