@@ -96,6 +96,8 @@ pub mod pod_reason {
     pub const NO_SUCH_PROFILE: &str = "NoSuchProfile";
     /// Nothing fits now.
     pub const NO_ROOM: &str = "NoRoom";
+    /// Other pods are being moved to make room.
+    pub const MAKING_ROOM: &str = "MakingRoom";
     /// GPUs would fit, or are the pod's already, but their nodes do not (CPU, memory, taints, affinity).
     pub const NODES_DO_NOT_FIT: &str = "NodesDoNotFit";
     /// A ResourceQuota refused the claim; the message is the API server's.

@@ -120,7 +120,7 @@ pub enum Owner {
     Claim(ClaimOwner),
     /// A policy: part of its static layout, or a warm instance.
     Policy(PolicyOwner),
-    /// A hole kept for somebody.
+    /// Room that is being made for somebody.
     Reservation(Reservation),
 }
 
@@ -159,14 +159,32 @@ pub enum PolicyInstance {
     Warm,
 }
 
-/// A hole kept for somebody, so that nobody else takes what was opened for them.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+/// Room that is being made by moving others. Its slices may still be theirs; nobody else gets them.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Reservation {
-    /// For whom: `namespace/pod`.
-    pub holder: String,
+    /// The pod that waits for it; or, with `controller`, the pod that is moved: what comes in its place gets it.
+    pub pod: PodReference,
+    /// UID of the controller that makes a pod in place of `pod`, which is moved.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub controller: Option<String>,
+    /// The pods that are moved for `pod`. They are evicted once a reservation for each of them is on record.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub moves: Vec<PodReference>,
     /// When it lapses, RFC 3339.
     pub expires: String,
+}
+
+/// A pod.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct PodReference {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name.
+    pub name: String,
+    /// Its UID.
+    pub uid: String,
 }
 
 /// The daemon's report of the node's GPUs.

@@ -28,6 +28,13 @@ pub const NAMESPACE_OPT_IN: &str = "kerf.dev/managed";
 /// Label on a pod that wants none of it: `kerf.dev/ignore: "true"`.
 pub const POD_OPT_OUT: &str = "kerf.dev/ignore";
 
+/// Annotation on a pod that may be moved to make room for others: `kerf.dev/movable: "true"`. It is evicted, and what its
+/// controller makes in its place is given another partition.
+pub const MOVABLE: &str = "kerf.dev/movable";
+
+/// Annotation by which Kubernetes' controllers tell which of their pods to spare; also the price of a move.
+pub const DELETION_COST: &str = "controller.kubernetes.io/pod-deletion-cost";
+
 /// Finalizer that Kubernetes expects on an allocated claim.
 pub const CLAIM_FINALIZER: &str = "resource.kubernetes.io/delete-protection";
 

@@ -215,7 +215,7 @@ pub enum PlacementStrategy {
     Spread,
 }
 
-/// How fast GPUs are reshaped. Nothing is ever disturbed for it: neither a running pod nor another client of the GPU.
+/// How fast GPUs are reshaped, and what may be disturbed for it: nothing, unless it is said here.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ReshapePolicy {
@@ -224,6 +224,38 @@ pub struct ReshapePolicy {
     #[serde(default = "default_concurrent_gpus")]
     #[schemars(range(min = 1, max = 64))]
     pub max_concurrent_gpus_per_node: u32,
+
+    /// Which running pods may be moved to make room for a pod that waits. Left out: none.
+    #[serde(default)]
+    pub moves: MovePolicy,
+}
+
+/// Moving running pods: where a waiting pod has no room, but would have if a few others were elsewhere, these are evicted
+/// and what comes in their place is given other partitions, which are kept for them. Only pods that their owner has
+/// annotated `kerf.dev/movable: "true"`, that a controller makes again, whose priority is not higher than that of the
+/// waiting pod, and that their PodDisruptionBudgets let go.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct MovePolicy {
+    /// How many pods may be moved for one that waits. 0: none.
+    #[serde(default)]
+    #[schemars(range(min = 0, max = 4))]
+    pub max_pods: u32,
+
+    /// How long the pod must have waited, in seconds.
+    #[serde(default = "default_after_seconds")]
+    #[schemars(range(min = 0, max = 86400))]
+    pub after_seconds: u32,
+}
+
+fn default_after_seconds() -> u32 {
+    30
+}
+
+impl Default for MovePolicy {
+    fn default() -> Self {
+        Self { max_pods: 0, after_seconds: default_after_seconds() }
+    }
 }
 
 pub(crate) fn default_concurrent_gpus() -> u32 {
@@ -232,7 +264,7 @@ pub(crate) fn default_concurrent_gpus() -> u32 {
 
 impl Default for ReshapePolicy {
     fn default() -> Self {
-        Self { max_concurrent_gpus_per_node: default_concurrent_gpus() }
+        Self { max_concurrent_gpus_per_node: default_concurrent_gpus(), moves: MovePolicy::default() }
     }
 }
 

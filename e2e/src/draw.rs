@@ -56,7 +56,7 @@ fn cut(node: &GpuNode, gpu: &Gpu, slices: u32) -> String {
 
 /// Whose a partition is, in a word.
 fn owner_of(node: &GpuNode, gpu: &Gpu, instance: Option<&Instance>) -> Option<String> {
-    let partition = node.spec.partitions.iter().find(|partition| {
+    let here = node.spec.partitions.iter().filter(|partition| {
         partition.gpu == gpu.uuid
             && match (&partition.instance, instance) {
                 (None, None) => true,
@@ -65,11 +65,13 @@ fn owner_of(node: &GpuNode, gpu: &Gpu, instance: Option<&Instance>) -> Option<St
                 }
                 _ => false,
             }
-    })?;
+    });
+    // While room is made, it may still be somebody's.
+    let partition = here.min_by_key(|partition| matches!(partition.owner, Owner::Reservation(_)))?;
     Some(match &partition.owner {
         Owner::Claim(claim) => claim.pod.clone(),
         Owner::Policy(policy) => format!("({:?})", policy.kind).to_lowercase(),
-        Owner::Reservation(reservation) => format!("kept for {}", reservation.holder),
+        Owner::Reservation(reservation) => format!("kept for {}", reservation.pod.name),
     })
 }
 

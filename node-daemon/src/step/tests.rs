@@ -85,7 +85,7 @@ fn warm(profile: &str, start: u32) -> Partition {
 }
 
 fn hole(profile: &str, start: u32) -> Partition {
-    let reservation = Reservation { holder: "ns/pod".into(), expires: "2030-01-01T00:00:00Z".into() };
+    let reservation = Reservation { expires: "2030-01-01T00:00:00Z".into(), ..Reservation::default() };
     Partition { owner: Owner::Reservation(reservation), ..claim(profile, start) }
 }
 

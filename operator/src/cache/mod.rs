@@ -6,6 +6,7 @@
 //! ```
 
 mod backoff;
+pub mod budget;
 pub mod node;
 pub mod pod;
 pub mod quantity;
@@ -22,6 +23,7 @@ use kerf_crds::conditions::pod_reason;
 use kerf_crds::{GpuNode, PartitionPolicy};
 use tokio::sync::Notify;
 
+pub use budget::BudgetInfo;
 pub use node::NodeInfo;
 pub use pod::{PodClaim, PodDetail, PodInfo};
 pub use store::{Store, Stored};
@@ -35,6 +37,7 @@ pub struct World {
     pub gpu_nodes: Store<GpuNode>,
     pub policies: Store<PartitionPolicy>,
     pub classes: Store<DeviceClass>,
+    pub budgets: Store<BudgetInfo>,
     /// Newest version of a ResourceQuota, by namespace.
     pub quotas: BTreeMap<String, u64>,
     /// Keys of the pods that Kerf may have to do with, so that a cycle does not go over all pods of the cluster.
@@ -50,6 +53,7 @@ impl World {
             && self.gpu_nodes.synced()
             && self.policies.synced()
             && self.classes.synced()
+            && self.budgets.synced()
     }
 
     /// The pod with this name, if it still is the one with this UID.

@@ -45,8 +45,16 @@ pub struct PodDetail {
     pub claims: Vec<PodClaim>,
     /// Everything but `milli`, which [`PodInfo::milli`] has.
     pub needs: PodNeeds,
-    /// It has a controller, so that another comes in its place.
-    pub controlled: bool,
+    /// UID of its controller, which makes another in its place.
+    pub controller: Option<String>,
+    /// Its owner lets it be moved.
+    pub movable: bool,
+    /// How much its owner would rather keep it: `controller.kubernetes.io/pod-deletion-cost`.
+    pub deletion_cost: i32,
+    /// For the selectors of disruption budgets, where it is movable.
+    pub labels: BTreeMap<String, String>,
+    /// How long it may take to end, in seconds.
+    pub grace_seconds: i64,
     /// `spec.preemptionPolicy` is not `Never`.
     pub preempts: bool,
     /// Kerf's condition: status, reason, message.
@@ -118,7 +126,9 @@ impl From<Pod> for PodInfo {
         let milli = pod_milli(&spec);
         let gates: Vec<String> =
             spec.scheduling_gates.iter().flatten().map(|gate| gate.name.clone()).collect();
-        let original = metadata.annotations.as_ref().and_then(|all| all.get(names::ORIGINAL_RESOURCES));
+        let annotation = |name: &str| metadata.annotations.as_ref().and_then(|all| all.get(name));
+        let original = annotation(names::ORIGINAL_RESOURCES);
+        let movable = annotation(names::MOVABLE).is_some_and(|value| value == "true");
         let detail = if spec.resource_claims.as_ref().is_some_and(|claims| !claims.is_empty())
             || gates.iter().any(|gate| gate == names::GATE)
         {
@@ -150,11 +160,18 @@ impl From<Pod> for PodInfo {
                     })
                     .collect(),
                 gates,
-                controlled: metadata
+                controller: metadata
                     .owner_references
                     .iter()
                     .flatten()
-                    .any(|owner| owner.controller.unwrap_or_default()),
+                    .find(|owner| owner.controller.unwrap_or_default())
+                    .map(|owner| owner.uid.clone()),
+                movable,
+                deletion_cost: annotation(names::DELETION_COST)
+                    .and_then(|cost| cost.parse().ok())
+                    .unwrap_or_default(),
+                labels: if movable { metadata.labels.clone().unwrap_or_default() } else { BTreeMap::new() },
+                grace_seconds: spec.termination_grace_period_seconds.unwrap_or_default(),
                 preempts: spec.preemption_policy.as_deref() != Some("Never"),
                 planned: condition(kerf_crds::conditions::pod::PLANNED).map(|condition| {
                     (

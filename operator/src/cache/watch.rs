@@ -4,6 +4,7 @@ use std::fmt::Debug;
 
 use futures::{Stream, TryStreamExt};
 use k8s_openapi::api::core::v1::{Node, Pod, ResourceQuota};
+use k8s_openapi::api::policy::v1::PodDisruptionBudget;
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kerf_crds::{GpuNode, PartitionPolicy};
@@ -14,7 +15,7 @@ use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
 use super::backoff::WatchBackoff;
-use super::{Cache, NodeInfo, PodInfo, Store, World, version_of};
+use super::{BudgetInfo, Cache, NodeInfo, PodInfo, Store, World, version_of};
 
 /// Watches every kind that decisions are made from, until the set is dropped.
 pub fn start(client: &Client, cache: &Cache) -> JoinSet<()> {
@@ -64,6 +65,9 @@ pub fn start(client: &Client, cache: &Cache) -> JoinSet<()> {
             trim(&mut class.metadata);
             class
         })
+    }));
+    watches.spawn(follow(Api::<PodDisruptionBudget>::all(client.clone()), cache.clone(), |world, event| {
+        deliver(&mut world.budgets, event, BudgetInfo::from)
     }));
     watches.spawn(follow_quotas(client.clone(), cache.clone()));
     watches

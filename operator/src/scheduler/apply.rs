@@ -19,6 +19,7 @@ use super::claim_writes::release_hold;
 use super::cycle::{Decision, NodeWrite, is_driven};
 use super::events::Events;
 use super::memory::Memory;
+use super::moves::Eviction;
 use super::placements::{self, Key, Seen};
 use super::tell::{Nominate, Sentence};
 use crate::cache::{Cache, PodInfo, World};
@@ -63,11 +64,12 @@ impl Writer {
         let ungate = decision.ungate.iter().map(|pod| Job::Ungate(pod));
         let quota = decision.quota.iter().map(|pod| Job::Quota(pod));
         let stranded = decision.stranded.iter().map(|pod| Job::Stranded(pod));
+        let evictions = decision.evictions.iter().map(Job::Evict);
         let told = decision.sentences.iter().map(|(pod, sentence)| {
             let placeless = decision.placeless.contains(&pod.uid);
             Job::Tell(pod, sentence, if placeless { Nominate::Nobody } else { Nominate::AsIs })
         });
-        let jobs = specs.chain(drive).chain(ungate).chain(quota).chain(stranded).chain(told);
+        let jobs = specs.chain(drive).chain(ungate).chain(quota).chain(stranded).chain(evictions).chain(told);
         futures::stream::iter(jobs)
             .for_each_concurrent(CONCURRENCY, |job| async move {
                 if tokio::time::timeout(PATIENCE, self.job(job)).await.is_err() {
@@ -95,6 +97,7 @@ impl Writer {
             }
             Job::Quota(pod) => self.ask_quota(pod).await,
             Job::Stranded(pod) => self.stranded(pod).await,
+            Job::Evict(eviction) => self.move_away(eviction).await,
             Job::Tell(pod, sentence, nominate) => self.tell(pod, sentence, nominate).await,
         }
     }
@@ -235,6 +238,7 @@ enum Job<'a> {
     Ungate(&'a PodInfo),
     Quota(&'a PodInfo),
     Stranded(&'a PodInfo),
+    Evict(&'a Eviction),
     Tell(&'a PodInfo, &'a Sentence, Nominate<'static>),
 }
 

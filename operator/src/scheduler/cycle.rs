@@ -2,7 +2,7 @@
 //!
 //! 1. snapshot: policies meet GPUs, nodes and pods become what the planner reads
 //! 2. join: each placement on record is asked for its next step
-//! 3. plan: pods without a place, and those that might leave theirs
+//! 3. plan: pods for which room was made, pods without a place, and those that might leave theirs
 //! 4. compose: what each node is told, in one object
 //!
 //! Writing it is [`super::apply`]'s.
@@ -21,6 +21,7 @@ use kube::ResourceExt;
 use super::entries::{Changes, commit};
 use super::join::join;
 use super::memory::Memory;
+use super::moves::{self, Eviction};
 use super::needs::Memo;
 use super::placements::{self, Key};
 use super::preempt::preempt;
@@ -30,7 +31,7 @@ use super::snapshot::{self, Board};
 use super::tell::Sentence;
 use super::trouble::Troubled;
 use super::warm;
-use crate::cache::{PodInfo, World, pod::seconds};
+use crate::cache::{PodInfo, World};
 use crate::controller::desired::{self, Problems};
 use crate::controller::matching::{self, Matches};
 
@@ -47,6 +48,8 @@ pub struct Decision {
     pub quota: Vec<Arc<PodInfo>>,
     /// Pods bound where they can never run.
     pub stranded: Vec<Arc<PodInfo>>,
+    /// Pods that are moved to make room for others.
+    pub evictions: Vec<Eviction>,
     /// What pods are told, once each.
     pub sentences: Vec<(Arc<PodInfo>, Sentence)>,
     /// UIDs of those of them that have no place: a node that was nominated for one keeps room for nobody.
@@ -117,8 +120,36 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     let memo = Memo::default();
     let looking = Looking { world, board: &board, memory, selectors, memo: &memo, now };
     let mut candidates = queue::candidates(&looking, &joined.placed, joined.troubled, &mut decision);
+    let reserved = moves::on_record(world);
+    let mut rooms = moves::carry_on(&looking, &reserved, &joined.placed, wall);
+    let mut given = BTreeSet::new();
+    candidates.retain(|candidate| {
+        let Candidate { pod, wanted, .. } = candidate;
+        let Some((said, place)) = moves::claim(&looking, &matches, &reserved, &rooms, candidate) else {
+            return true;
+        };
+        rooms.given(world, &reserved, said);
+        if said.controller.is_some() {
+            memory.was_moved(&pod.uid, now);
+        }
+        commit(&board, pod, wanted, place.node, &place.devices, &mut changes);
+        given.insert(place.node);
+        false
+    });
+    let offer = moves::offer(&looking, &matches, &rooms, &candidates, wall);
+    let being_made: Vec<Option<String>> =
+        candidates.iter().map(|candidate| moves::told(&board, &reserved, &rooms, &candidate.pod)).collect();
+    // As above.
+    for node in given {
+        board.snapshot.nodes[node].ready = false;
+    }
     board.snapshot.requests =
         candidates.iter_mut().map(|candidate| std::mem::take(&mut candidate.wanted.request)).collect();
+    for (request, waited) in board.snapshot.requests.iter_mut().zip(&offer.waited) {
+        request.waited_seconds = *waited;
+    }
+    board.snapshot.movable.clone_from(&offer.movable);
+    board.snapshot.budgets.clone_from(&offer.budgets);
     let mut plan = kerf_planner::plan(&board.snapshot);
     plan.placements.retain(|placement| {
         let Candidate { pod, wanted, instead_of } = &candidates[placement.request];
@@ -130,10 +161,18 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
                 }
                 decision.drive.insert(troubled.key.clone());
             }
-            None => commit(&board, pod, wanted, placement.node, &placement.devices, &mut changes),
+            None => {
+                rooms.settled(world, &reserved, &pod.uid);
+                commit(&board, pod, wanted, placement.node, &placement.devices, &mut changes);
+            }
         }
         instead_of.is_none()
     });
+    for room in &plan.rooms {
+        let pod = &candidates[room.place.request].pod;
+        let message = moves::reserve(&board, pod, room, &offer, wall, &mut changes);
+        decision.tell_placeless(pod, Sentence::waiting(pod_reason::MAKING_ROOM, message));
+    }
     preempt(&board, &candidates, memory, &mut plan, &mut changes);
     for refusal in &plan.refusals {
         let reason = match refusal.kind {
@@ -141,12 +180,17 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
             RefusalKind::NoRoom => pod_reason::NO_ROOM,
             RefusalKind::NodesDoNotFit => pod_reason::NODES_DO_NOT_FIT,
         };
-        let candidate = &candidates[refusal.request];
-        match &candidate.instead_of {
+        let Candidate { pod, instead_of, .. } = &candidates[refusal.request];
+        if refusal.moves.is_some() {
+            memory.no_room(&pod.uid, refusal.moves, now);
+        }
+        let sentence = match &being_made[refusal.request] {
+            Some(message) => Sentence::waiting(pod_reason::MAKING_ROOM, message.as_str()),
+            None => Sentence::waiting(reason, format!("{}{}", refusal.message, moves::in_vain(memory, pod))),
+        };
+        match instead_of {
             Some(troubled) => decision.tell_troubled(troubled),
-            None => {
-                decision.tell_placeless(&candidate.pod, Sentence::waiting(reason, refusal.message.clone()))
-            }
+            None => decision.tell_placeless(pod, sentence),
         }
     }
 
@@ -158,7 +202,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
         let added = changes.added.remove(&name).unwrap_or_default();
         let stays = node.spec.partitions.iter().filter(|partition| match &partition.owner {
             Owner::Claim(_) => !removed.iter().any(|key| placements::owns(key, &partition.owner)),
-            Owner::Reservation(reservation) => seconds(&reservation.expires).is_some_and(|end| end > wall),
+            Owner::Reservation(said) => rooms.stays(said),
             Owner::Policy(_) => false,
         });
         let claims: Vec<Partition> = stays.cloned().chain(added).collect();
@@ -179,6 +223,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
             });
         }
     }
+    decision.evictions = rooms.evict;
     decision.sentences = one_each(std::mem::take(&mut decision.sentences));
     decision.matches = matches;
     decision

@@ -299,25 +299,6 @@ fn two_policies_on_one_gpu_leave_it_alone_but_keep_what_pods_have() {
     assert_eq!(entries(&world, "n0").len(), 1);
 }
 
-#[test]
-fn reservations_lapse() {
-    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic());
-    let reservation = |expires: &str| Partition {
-        gpu: "GPU-0".into(),
-        instance: Some(wanted("3g.40gb", 0)),
-        owner: Owner::Reservation(kerf_crds::gpu_node::Reservation {
-            holder: "default/x".into(),
-            expires: expires.into(),
-        }),
-    };
-    world.replace_gpu_node(|node| node.spec.partitions = vec![reservation("2100-01-01T00:00:00Z")], "n0");
-    let decision = decide_now(&world, &Memory::default());
-    assert_eq!(decision.specs[0].spec.partitions.len(), 1);
-    world.replace_gpu_node(|node| node.spec.partitions = vec![reservation("2020-01-01T00:00:00Z")], "n0");
-    let decision = decide_now(&world, &Memory::default());
-    assert!(decision.specs[0].spec.partitions.is_empty());
-}
-
 /// A pod runs with a 3g.40gb at 4, of which there is no record.
 fn running_off_the_record() -> (World, Partition) {
     let partition = Partition {

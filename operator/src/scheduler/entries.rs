@@ -56,6 +56,21 @@ fn entry(
     claim: &str,
     request: &str,
 ) -> Option<Partition> {
+    let owner = Owner::Claim(ClaimOwner {
+        namespace: pod.namespace.clone(),
+        name: claim.to_owned(),
+        pod: pod.name.clone(),
+        pod_uid: pod.uid.clone(),
+        request: match &device.subrequest {
+            Some(subrequest) => format!("{request}/{subrequest}"),
+            None => request.to_owned(),
+        },
+    });
+    partition(board, node, device, owner)
+}
+
+/// A device as an entry.
+pub fn partition(board: &Board, node: usize, device: &PlacedDevice, owner: Owner) -> Option<Partition> {
     let gpu = board.snapshot.nodes[node].gpus.get(device.gpu)?;
     let instance = match &device.instance {
         None => None,
@@ -67,18 +82,5 @@ fn entry(
             })
         }
     };
-    Some(Partition {
-        gpu: gpu.uuid.clone(),
-        instance,
-        owner: Owner::Claim(ClaimOwner {
-            namespace: pod.namespace.clone(),
-            name: claim.to_owned(),
-            pod: pod.name.clone(),
-            pod_uid: pod.uid.clone(),
-            request: match &device.subrequest {
-                Some(subrequest) => format!("{request}/{subrequest}"),
-                None => request.to_owned(),
-            },
-        }),
-    })
+    Some(Partition { gpu: gpu.uuid.clone(), instance, owner })
 }

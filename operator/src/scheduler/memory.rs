@@ -5,6 +5,8 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use kerf_planner::plan::NoMoves;
+
 use super::placements::Key;
 use super::trouble::FailingGpu;
 
@@ -61,6 +63,8 @@ struct PodMemory {
     trouble: Option<(&'static str, String)>,
     stranded_since: Option<Instant>,
     told_at: Option<Instant>,
+    /// Until when nobody is moved for it, after how many times in vain, and why.
+    no_moves: Option<(Instant, u32, Option<NoMoves>)>,
 }
 
 fn doubled(first: Duration, times: u32, longest: Duration) -> Duration {
@@ -256,6 +260,30 @@ impl Memory {
         self.lock().pods.entry(pod_uid.to_owned()).or_default().told_at = Some(now);
     }
 
+    /// Room was not found by moving others (or a disruption budget refused: `None`): looked for again after a while.
+    pub fn no_room(&self, pod_uid: &str, why: Option<NoMoves>, now: Instant) {
+        let mut inner = self.lock();
+        let pod = inner.pods.entry(pod_uid.to_owned()).or_default();
+        let times = pod.no_moves.map_or(0, |(_, times, _)| times);
+        pod.no_moves = Some((now + doubled(CALM, times, LONGEST_CALM), times + 1, why));
+    }
+
+    /// Whether others may be moved for the pod now, as far as earlier attempts tell.
+    pub fn may_make_room(&self, pod_uid: &str, now: Instant) -> bool {
+        let inner = self.lock();
+        inner.pods.get(pod_uid).and_then(|pod| pod.no_moves).is_none_or(|(until, ..)| until <= now)
+    }
+
+    /// Why the last search for room by moving others was in vain.
+    pub fn in_vain(&self, pod_uid: &str) -> Option<NoMoves> {
+        self.lock().pods.get(pod_uid)?.no_moves?.2
+    }
+
+    /// The pod has come in place of one that was moved: it stays for a while.
+    pub fn was_moved(&self, pod_uid: &str, now: Instant) {
+        self.lock().pods.entry(pod_uid.to_owned()).or_default().calm_until = Some(now + LONGEST_CALM);
+    }
+
     /// The policy's status was written.
     pub fn policy_written(&self, name: &str, now: Instant) {
         let mut inner = self.lock();
@@ -273,7 +301,7 @@ impl Memory {
         let inner = self.lock();
         let moments = inner.pods.values().flat_map(|pod| {
             let stranded = pod.stranded_since.map(|since| since + STRANDED);
-            [pod.retry_at, pod.calm_until, stranded]
+            [pod.retry_at, pod.calm_until, stranded, pod.no_moves.map(|(until, ..)| until)]
         });
         let gpus = inner.gpus.values().map(|gpu| gpu.until);
         let policies = inner.policies.values().copied();

@@ -12,8 +12,9 @@
 //! | `trouble` | places that do not work out |
 //! | `queue`, `requests`, `needs`, `filter`, `selectors` | who is planned for, and what each asks for, down to CEL |
 //! | `entries`, `preempt`, `warm` | what goes into nodes' specs: placements, also where kube-scheduler must preempt; warm instances |
+//! | `moves` | room that is made by moving others |
 //! | `tell` | what pods are told |
-//! | `apply`, `claim_writes`, `pod_writes`, `events`, `stranded`, `claims` | the writes |
+//! | `apply`, `claim_writes`, `pod_writes`, `events`, `evictions`, `claims` | the writes |
 //! | `memory` | the pace |
 
 pub mod apply;
@@ -22,9 +23,11 @@ pub mod claims;
 pub mod cycle;
 pub mod entries;
 pub mod events;
+mod evictions;
 mod filter;
 pub mod join;
 pub mod memory;
+pub mod moves;
 pub mod needs;
 pub mod placements;
 mod pod_writes;
@@ -33,7 +36,6 @@ pub mod queue;
 pub mod requests;
 pub mod selectors;
 pub mod snapshot;
-mod stranded;
 pub mod tell;
 pub mod trouble;
 pub mod warm;

@@ -318,7 +318,8 @@ pub fn superseded(world: &World, keys: &BTreeSet<Key>) -> HashSet<Key> {
 fn place_taken(node: Option<&GpuNode>, claim: Option<&ResourceClaim>, key: &Key) -> bool {
     let (Some(node), Some(claim)) = (node, claim) else { return false };
     let Some(devices) = restore(node, claim, key) else { return false };
-    let others = node.spec.partitions.iter().filter(|partition| !matches!(partition.owner, Owner::Policy(_)));
+    // What is reserved may be somebody's still.
+    let others = node.spec.partitions.iter().filter(|partition| matches!(partition.owner, Owner::Claim(_)));
     others.into_iter().any(|other| {
         devices
             .iter()

@@ -40,6 +40,7 @@ pub fn preempt(
             geometries: board.snapshot.geometries.clone(),
             nodes: board.snapshot.nodes.clone(),
             requests: vec![board.snapshot.requests[refusal.request].clone()],
+            ..Snapshot::default()
         };
         // Only where the pods of this plan have not taken GPUs already.
         let taken: BTreeSet<usize> = plan.placements.iter().map(|placement| placement.node).collect();

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use kerf_crds::conditions::{self, problem_reason};
-use kerf_crds::gpu_node::{self, GpuNodeStatus, Owner, Partition, PolicyInstance};
+use kerf_crds::gpu_node::{self, GpuNodeStatus, Owner, Partition, PolicyInstance, Reservation};
 use kerf_crds::partition_policy::{MigMode, ModeSwitch, PlacementStrategy};
 use kerf_crds::{GpuNode, PartitionPolicy};
 use kerf_planner::snapshot::{
@@ -68,21 +68,43 @@ pub fn take(world: &World, matches: &Matches) -> Board {
         take_away(&mut board.snapshot.nodes[index].free_milli, &pod.milli);
         board.evictable[index].push((pod.priority, pod.milli.clone()));
     }
-    // Pods with a place that are not bound yet.
+    // Pods that are not bound yet, and have a place or wait for room that is being made.
     let mut counted: BTreeSet<(&str, usize)> = BTreeSet::new();
     for (index, gpu_node) in board.gpu_nodes.iter().enumerate() {
         for partition in &gpu_node.spec.partitions {
-            let Owner::Claim(owner) = &partition.owner else { continue };
-            if !counted.insert((&owner.pod_uid, index)) {
+            let (namespace, name, uid) = match &partition.owner {
+                Owner::Claim(owner) => (&owner.namespace, &owner.pod, &owner.pod_uid),
+                Owner::Reservation(Reservation { pod, controller: None, .. }) => {
+                    (&pod.namespace, &pod.name, &pod.uid)
+                }
+                Owner::Reservation(_) | Owner::Policy(_) => continue,
+            };
+            if !counted.insert((uid, index)) {
                 continue;
             }
-            let Some(pod) = world.pod(&owner.namespace, &owner.pod, &owner.pod_uid) else { continue };
+            let Some(pod) = world.pod(namespace, name, uid) else { continue };
             if pod.node.is_none() && !pod.done {
                 take_away(&mut board.snapshot.nodes[index].free_milli, &pod.milli);
             }
         }
     }
     board
+}
+
+/// A GPU as it would be if only these entries of its node's spec were there.
+pub fn gpu_with(
+    board: &Board,
+    matches: &Matches,
+    node: usize,
+    index: usize,
+    there: impl Fn(&Partition) -> bool,
+    geometries: &mut Vec<Geometry>,
+) -> Option<Gpu> {
+    let mut gpu_node = GpuNode::clone(&board.gpu_nodes[node]);
+    gpu_node.spec.partitions.retain(there);
+    let observed = board.gpu(node, index)?;
+    let matched = matches.get(&gpu_node.name_any())?.get(&observed.uuid)?;
+    Some(gpu(&gpu_node, observed, matched, geometries))
 }
 
 /// Notes GPUs on which steps have failed until a moment ago, by UUID: they are given time.

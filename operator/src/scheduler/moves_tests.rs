@@ -1,0 +1,335 @@
+use std::time::Instant;
+
+use serde_json::json;
+
+use super::*;
+use crate::cache::BudgetInfo;
+use crate::scheduler::claims;
+use crate::scheduler::cycle::{Decision, decide};
+use crate::scheduler::selectors::Selectors;
+use crate::testing::{gated_pod, gpu, instance, policy, wanted, world};
+
+const WALL: i64 = 1_800_000_000;
+
+struct Story {
+    world: World,
+    memory: Memory,
+    wall: i64,
+}
+
+impl Story {
+    /// Two nodes of one GPU; on each a movable pod (`t0` and the younger `t1`) in one half; and `large`, which wants a whole
+    /// one and has waited for a minute.
+    fn begins() -> Self {
+        let gpus = [0, 1].map(|index| {
+            let mut used = instance("3g.40gb", 4);
+            used.claims = vec![claim_reference(&format!("t{index}"))];
+            vec![kerf_crds::gpu_node::Gpu { instances: vec![used], ..gpu(&format!("GPU-{index}"), 0) }]
+        });
+        let mut world = world(gpus.into(), json!({"mode": "Dynamic"}));
+        let mut moving = policy("all", json!({"reshape": {"moves": {"maxPods": 1, "afterSeconds": 10}}}));
+        moving.metadata.resource_version = Some("2".into());
+        world.policies.watch_applied(moving);
+        for index in 0..2 {
+            let mut pod = made_by(&format!("rs-{index}"), &format!("t{index}"));
+            pod.created = WALL - 1000 + index;
+            pod.node = Some(format!("n{index}"));
+            pod.detail.as_mut().unwrap().gates.clear();
+            world = give(world, &pod, "3g.40gb", 4);
+        }
+        let large = PodInfo { created: WALL - 60, ..gated_pod("large", "nvidia.com/mig-7g.80gb", json!({})) };
+        Self { world: world.with_pod(large), memory: Memory::default(), wall: WALL }
+    }
+
+    /// The same after the plan is on record.
+    fn reserved() -> Self {
+        let mut story = Self::begins();
+        let decision = story.cycle();
+        assert_eq!(decision.specs.len(), 2);
+        story
+    }
+
+    fn decide(&self) -> Decision {
+        decide(&self.world, &self.memory, &Selectors::default(), Instant::now(), self.wall)
+    }
+
+    /// Decides, and the nodes are told.
+    fn cycle(&mut self) -> Decision {
+        let decision = self.decide();
+        for write in &decision.specs {
+            let spec = write.spec.clone();
+            self.world.replace_gpu_node(|node| node.spec = spec, &write.node.name_any());
+        }
+        decision
+    }
+
+    /// `3g.40gb@0 t0`, with `(…)` for what is reserved.
+    fn entries(&self, node: &str) -> Vec<String> {
+        let text = |partition: &Partition| {
+            let whose = match &partition.owner {
+                Owner::Claim(owner) => owner.pod.clone(),
+                Owner::Policy(_) => "policy".into(),
+                Owner::Reservation(said) if said.controller.is_some() => {
+                    format!("({}'s next)", said.pod.name)
+                }
+                Owner::Reservation(said) => format!("({})", said.pod.name),
+            };
+            let instance = partition.instance.as_ref().unwrap();
+            format!("{}@{} {whose}", instance.profile, instance.placement.start)
+        };
+        let mut all: Vec<String> =
+            self.world.gpu_nodes.get(node).unwrap().spec.partitions.iter().map(text).collect();
+        all.sort();
+        all
+    }
+
+    fn change(&mut self, name: &str, change: impl FnOnce(&mut PodInfo)) {
+        let mut pod = PodInfo::clone(self.world.pods.get(&format!("default/{name}")).unwrap());
+        pod.version += 1;
+        change(&mut pod);
+        self.world.put_pod(pod, |store, pod| store.watch_applied(pod));
+    }
+
+    /// The pod is gone, its claim too, and the instance is nobody's.
+    fn gone(&mut self, name: &str, node: &str) {
+        let pod = PodInfo::clone(self.world.pods.get(&format!("default/{name}")).unwrap());
+        let claim = self.world.claim("default", &format!("claim-of-{name}")).unwrap().as_ref().clone();
+        self.world.put_pod(PodInfo { version: 99, ..pod }, |store, pod| store.watch_deleted(&pod));
+        self.world.claims.watch_deleted(&claim);
+        self.world
+            .replace_gpu_node(|node| node.status.as_mut().unwrap().gpus[0].instances[0].claims.clear(), node);
+    }
+
+    fn add(&mut self, pod: PodInfo) {
+        self.world.put_pod(pod, |store, pod| store.watch_applied(pod));
+    }
+}
+
+fn claim_reference(pod: &str) -> kerf_crds::gpu_node::ClaimReference {
+    let name = format!("claim-of-{pod}");
+    kerf_crds::gpu_node::ClaimReference { namespace: "default".into(), uid: format!("uid-of-{name}"), name }
+}
+
+fn made_by(controller: &str, name: &str) -> PodInfo {
+    let mut pod = gated_pod(name, "nvidia.com/mig-3g.40gb", json!({}));
+    let detail = pod.detail.as_mut().unwrap();
+    detail.movable = true;
+    detail.controller = Some(controller.into());
+    detail.grace_seconds = 30;
+    detail.labels = [("app".to_owned(), name.to_owned())].into();
+    pod
+}
+
+/// The pod has the instance, and a claim that says so.
+fn give(mut world: World, pod: &PodInfo, profile: &str, start: u32) -> World {
+    let node = pod.node.as_deref().unwrap();
+    let original = pod.detail.as_ref().unwrap().original.clone().unwrap().unwrap();
+    let name = pod.own_claim().unwrap();
+    let mut claim = claims::from_annotation(pod, name, &original);
+    claim.metadata.uid = Some(format!("uid-of-{name}"));
+    claim.metadata.resource_version = Some("2".into());
+    let request = claims::devices(&claim).unwrap().requests.as_ref().unwrap()[0].name.clone();
+    let gpu = world.gpu_nodes.get(node).unwrap().status.as_ref().unwrap().gpus[0].uuid.clone();
+    let entry = Partition {
+        gpu,
+        instance: Some(wanted(profile, start)),
+        owner: Owner::Claim(ClaimOwner {
+            namespace: "default".into(),
+            name: name.into(),
+            pod: pod.name.clone(),
+            pod_uid: pod.uid.clone(),
+            request,
+        }),
+    };
+    let allocation = claims::allocate(
+        &claim,
+        world.gpu_nodes.get(node).unwrap(),
+        std::slice::from_ref(&entry),
+        "2026-01-01T00:00:00Z".parse().unwrap(),
+    );
+    let status = claim.status.get_or_insert_default();
+    status.allocation = Some(allocation.unwrap());
+    status.reserved_for = Some(vec![claims::reservation(pod)]);
+    world.replace_gpu_node(|node| node.spec.partitions.push(entry), node);
+    world.with_claim(claim).with_pod(pod.clone())
+}
+
+fn evicted(decision: &Decision) -> Vec<&str> {
+    decision.evictions.iter().map(|eviction| eviction.pod.name.as_str()).collect()
+}
+
+fn said<'a>(decision: &'a Decision, pod: &str) -> (&'a str, &'a str) {
+    let (_, sentence) = decision.sentences.iter().find(|(told, _)| told.name == pod).unwrap();
+    (sentence.reason, &sentence.message)
+}
+
+#[test]
+fn the_younger_moves_and_everybody_gets_what_is_kept_for_them() {
+    let mut story = Story::begins();
+    let decision = story.cycle();
+    assert_eq!(story.entries("n0"), ["3g.40gb@0 (t1's next)", "3g.40gb@4 t0"]);
+    assert_eq!(story.entries("n1"), ["3g.40gb@4 t1", "7g.80gb@0 (large)"]);
+    assert_eq!(evicted(&decision), [""; 0], "nothing is on record yet");
+    let making = ("MakingRoom", "room is being made on node n1: default/t1 is moved");
+    assert_eq!(said(&decision, "large"), making);
+
+    let decision = story.cycle();
+    assert!(decision.specs.is_empty());
+    assert_eq!(evicted(&decision), ["t1"]);
+    assert_eq!(
+        (decision.evictions[0].to.as_str(), decision.evictions[0].room_for.name.as_str()),
+        ("n0", "large")
+    );
+    assert_eq!(said(&decision, "large"), making);
+
+    story.change("t1", |pod| pod.deleting = true);
+    story.add(gated_pod("stranger", "nvidia.com/mig-3g.40gb", json!({})));
+    let decision = story.cycle();
+    assert_eq!(evicted(&decision), [""; 0]);
+    assert_eq!(said(&decision, "stranger").0, "NoRoom", "what is kept is not a stranger's");
+    story.add(made_by("rs-1", "t1-next"));
+    story.cycle();
+    assert_eq!(story.entries("n0"), ["3g.40gb@0 t1-next", "3g.40gb@4 t0"]);
+    assert_eq!(story.entries("n1"), ["3g.40gb@4 t1", "7g.80gb@0 (large)"]);
+
+    story.gone("t1", "n1");
+    story.cycle();
+    // The report and the record of the one that has gone are looked at first; then its room is given.
+    story.cycle();
+    assert_eq!(story.entries("n1"), ["7g.80gb@0 large"]);
+    assert!(!story.memory.calm("uid-of-t1-next", Instant::now()), "it is not moved again at once");
+}
+
+#[test]
+fn nobody_is_moved_too_early_or_where_the_policy_does_not_say_so() {
+    let mut story = Story::begins();
+    story.change("large", |pod| pod.created = WALL - 9);
+    let decision = story.cycle();
+    assert!(decision.specs.iter().all(|write| write.added.is_empty()));
+    assert_eq!(said(&decision, "large").0, "NoRoom");
+    let mut story = Story::begins();
+    let mut still = policy("all", json!({}));
+    still.metadata.resource_version = Some("3".into());
+    story.world.policies.watch_applied(still);
+    story.cycle();
+    assert_eq!(story.entries("n1"), ["3g.40gb@4 t1"]);
+    let mut story = Story::begins();
+    for name in ["t0", "t1"] {
+        story.change(name, |pod| pod.detail.as_mut().unwrap().movable = false);
+    }
+    story.cycle();
+    assert_eq!(story.entries("n1"), ["3g.40gb@4 t1"]);
+}
+
+#[test]
+fn a_disruption_budget_and_the_owners_price_decide_who_moves() {
+    let budget = |allowed| BudgetInfo {
+        namespace: "default".into(),
+        name: "b".into(),
+        uid: "b".into(),
+        version: 1,
+        selector: kube::core::Selector::try_from(
+            serde_json::from_value::<k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector>(
+                json!({"matchLabels": {"app": "t1"}}),
+            )
+            .unwrap(),
+        )
+        .ok(),
+        allowed,
+    };
+    for (allowed, other) in [(0, "(t0's next)"), (1, "(t1's next)")] {
+        let mut story = Story::begins();
+        story.world.budgets.watch_applied(budget(allowed));
+        story.cycle();
+        let all = [story.entries("n0"), story.entries("n1")].concat();
+        assert!(all.iter().any(|entry| entry.ends_with(other)), "{allowed}: {all:?}");
+    }
+    let mut story = Story::begins();
+    story.change("t1", |pod| pod.detail.as_mut().unwrap().deletion_cost = 1);
+    story.cycle();
+    assert_eq!(story.entries("n0"), ["3g.40gb@4 t0", "7g.80gb@0 (large)"]);
+}
+
+#[test]
+fn while_nobody_has_gone_a_room_that_is_not_needed_or_not_possible_any_more_is_given_up() {
+    type Change = fn(&mut Story);
+    let changes: [(&str, Change); 6] = [
+        ("who waited is gone", |s| s.change("large", |pod| pod.deleting = true)),
+        ("the owner has changed its mind", |s| {
+            s.change("t1", |p| p.detail.as_mut().unwrap().movable = false)
+        }),
+        ("the eviction was refused", |s| s.memory.no_room("uid-of-large", None, Instant::now())),
+        ("one node was not told", |s| {
+            let stays = |partition: &Partition| matches!(partition.owner, Owner::Claim(_));
+            s.world.replace_gpu_node(|node| node.spec.partitions.retain(stays), "n0");
+            s.memory.no_room("uid-of-large", None, Instant::now());
+        }),
+        ("it has taken too long", |s| {
+            s.wall += 1000;
+            s.memory.no_room("uid-of-large", None, Instant::now());
+        }),
+        ("there is room elsewhere", |s| {
+            let mut node = crate::testing::gpu_node("n2", vec![gpu("GPU-2", 0)], Vec::new());
+            node.metadata.resource_version = Some("1".into());
+            s.world.gpu_nodes.watch_applied(node);
+            s.world.nodes.watch_applied(crate::testing::node("n2", "8"));
+        }),
+    ];
+    for (why, change) in changes {
+        let mut story = Story::reserved();
+        change(&mut story);
+        let decision = story.cycle();
+        assert_eq!(evicted(&decision), [""; 0], "{why}");
+        assert_eq!(story.entries("n0"), ["3g.40gb@4 t0"], "{why}");
+        assert_eq!(story.entries("n1"), ["3g.40gb@4 t1"], "{why}");
+    }
+}
+
+#[test]
+fn once_somebody_has_gone_what_is_kept_for_the_next_stays_until_it_lapses() {
+    let mut story = Story::reserved();
+    story.change("t1", |pod| pod.deleting = true);
+    story.change("large", |pod| pod.deleting = true);
+    story.cycle();
+    assert_eq!(story.entries("n0"), ["3g.40gb@0 (t1's next)", "3g.40gb@4 t0"]);
+    assert_eq!(story.entries("n1"), ["3g.40gb@4 t1"]);
+    story.wall += PATIENCE + 29;
+    story.cycle();
+    assert_eq!(story.entries("n0").len(), 2, "a pod may take its time to end");
+    story.wall += 2;
+    story.cycle();
+    assert_eq!(story.entries("n0"), ["3g.40gb@4 t0"]);
+}
+
+#[test]
+fn a_refusal_says_that_moving_others_would_not_help() {
+    let mut story = Story::begins();
+    for name in ["t0", "t1"] {
+        story.change(name, |pod| pod.priority = 1);
+    }
+    let decision = story.cycle();
+    let (reason, message) = said(&decision, "large");
+    assert_eq!(reason, "NoRoom");
+    assert!(
+        message.ends_with("; moving others, as far as that is allowed, would not make room"),
+        "{message}"
+    );
+    assert!(!story.memory.may_make_room("uid-of-large", Instant::now()));
+    assert_eq!(said(&story.cycle(), "large").1, message, "also while it is not looked for again");
+}
+
+#[test]
+fn who_shares_a_claim_is_not_moved() {
+    let mut story = Story::begins();
+    for name in ["t0", "t1"] {
+        let mut claim = story.world.claim("default", &format!("claim-of-{name}")).unwrap().as_ref().clone();
+        let consumers = claim.status.as_mut().unwrap().reserved_for.as_mut().unwrap();
+        let mut other = consumers[0].clone();
+        other.uid = "another".into();
+        consumers.push(other);
+        claim.metadata.resource_version = Some("3".into());
+        story.world.claims.watch_applied(claim);
+    }
+    story.cycle();
+    assert_eq!(story.entries("n1"), ["3g.40gb@4 t1"]);
+}
