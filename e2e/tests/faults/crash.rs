@@ -125,7 +125,7 @@ fn list_of(step: Step) -> &'static [Step] {
 }
 
 /// Kills the operator as soon as the proxy has stopped a write, and starts another.
-async fn kill_when_stopped(kerf: &Kerf, proxy: &mut Proxy, at: &str) -> Result<()> {
+pub(crate) async fn kill_when_stopped(kerf: &Kerf, proxy: &mut Proxy, at: &str) -> Result<()> {
     tokio::time::timeout(PATIENCE, proxy.stopped())
         .await
         .with_context(|| format!("{at}: the operator never wrote it"))?
@@ -134,7 +134,7 @@ async fn kill_when_stopped(kerf: &Kerf, proxy: &mut Proxy, at: &str) -> Result<(
     kerf.start_operator_through("operator", Some(&proxy.url())).await
 }
 
-async fn proxied(kerf: &Kerf) -> Result<Proxy> {
+pub(crate) async fn proxied(kerf: &Kerf) -> Result<Proxy> {
     let kubeconfig = kerf.cluster.kubeconfig_for_service_account("kerf-system", "operator", None).await?;
     let proxy = Proxy::start(kerf.cluster.client_from(&kubeconfig).await?).await?;
     kerf.start_operator_through("operator", Some(&proxy.url())).await?;
@@ -143,7 +143,7 @@ async fn proxied(kerf: &Kerf) -> Result<Proxy> {
 }
 
 /// Creates a pod; while the operator restarts, its webhook is away for a moment.
-async fn create(kerf: &Kerf, namespace: &str, pod: &Pod) -> Result<()> {
+pub(crate) async fn create(kerf: &Kerf, namespace: &str, pod: &Pod) -> Result<()> {
     eventually(PATIENCE, "the pod admitted", || async {
         match kerf.create_pod(namespace, pod).await {
             Ok(_) => Ok(Seen::Yes(())),

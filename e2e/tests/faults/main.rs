@@ -4,4 +4,5 @@ mod away;
 mod crash;
 mod deployment;
 mod errors;
+mod moves;
 mod scheduling;
