@@ -6,7 +6,8 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use clap::Parser;
 use kerf_e2e::draw;
-use kerf_e2e::kerf::{Kerf, KerfOptions, gpu_pod, mig};
+use kerf_e2e::install::apply_yaml;
+use kerf_e2e::kerf::{Kerf, KerfOptions, gpu_container, gpu_pod, mig};
 use kerf_sim::GpuSpec;
 use serde_json::json;
 
@@ -91,6 +92,7 @@ async fn story(kerf: &Kerf, args: &Args) -> Result<()> {
             );
         }
     }
+    moving(kerf, &namespace).await?;
     let kubectl = kerf.cluster.toolchain().kubectl.display().to_string();
     println!("\nTry next:");
     println!("  export KUBECONFIG={}", kerf.cluster.kubeconfig_path().display());
@@ -98,8 +100,8 @@ async fn story(kerf: &Kerf, args: &Args) -> Result<()> {
         "get partitionpolicies,gpunodes".to_owned(),
         "explain partitionpolicy.spec.mig".to_owned(),
         format!("-n {namespace} get pods -o wide"),
-        format!("-n {namespace} describe pod large"),
-        format!("-n {namespace} delete pod large"),
+        format!("-n {namespace} describe pod large-again"),
+        format!("-n {namespace} delete pod large-again"),
         "get resourceslices".to_owned(),
     ] {
         println!("  {kubectl} {command}");
@@ -111,6 +113,44 @@ async fn story(kerf: &Kerf, args: &Args) -> Result<()> {
         println!("\n(`cargo xtask demo --keep` would leave it running.)");
     }
     Ok(())
+}
+
+/// Room is made: a pod whose owner allows it is moved.
+async fn moving(kerf: &Kerf, namespace: &str) -> Result<()> {
+    say("The large one ends. A Deployment whose pod may be moved (kerf.dev/movable) gets half of a GPU.");
+    create(kerf, namespace, "filler", "4g.40gb").await?;
+    running(kerf, namespace, ["filler".to_owned()]).await?;
+    kerf.delete_pod(namespace, "large").await?;
+    let deployment = json!({
+        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": { "name": "mover", "namespace": namespace },
+        "spec": { "replicas": 1, "selector": { "matchLabels": { "app": "mover" } }, "template": {
+            "metadata": { "labels": { "app": "mover" }, "annotations": { "kerf.dev/movable": "true" } },
+            "spec": {
+                "terminationGracePeriodSeconds": 1,
+                "containers": [gpu_container("main", &[(&mig("3g.40gb"), 1)], &[])],
+            },
+        } },
+    });
+    apply_yaml(&kerf.client(), &deployment.to_string()).await?;
+    rolled_out(kerf, namespace).await?;
+    kerf.delete_pod(namespace, "filler").await?;
+    show(kerf).await?;
+
+    say(
+        "Half of each of two GPUs is free, and a large pod waits. policies/samples/moves.yaml allows to make room:",
+    );
+    let moves = json!({ "maxPods": 1, "afterSeconds": 0 });
+    let mig = json!({ "mode": "Dynamic", "modeSwitch": "WithReset" });
+    kerf.policy("everything", json!({ "mig": mig, "reshape": { "moves": moves } })).await?;
+    create(kerf, namespace, "large-again", "7g.80gb").await?;
+    running(kerf, namespace, ["large-again".to_owned()]).await?;
+    rolled_out(kerf, namespace).await?;
+    show(kerf).await
+}
+
+async fn rolled_out(kerf: &Kerf, namespace: &str) -> Result<()> {
+    let status = ["-n", namespace, "rollout", "status", "deployment", "mover", "--timeout=120s"];
+    kerf.cluster.kubectl(&status).await.map(|_| ())
 }
 
 fn say(text: &str) {

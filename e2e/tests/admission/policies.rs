@@ -2,7 +2,7 @@
 
 use anyhow::{Context as _, Result, ensure};
 use kerf_crds::{GpuNode, GpuNodeStatus, PartitionPolicy};
-use kerf_e2e::kerf::Kerf;
+use kerf_e2e::kerf::{Kerf, repository};
 use kerf_e2e::{Seen, eventually};
 use kube::Api;
 use kube::api::{Patch, PatchParams, PostParams};
@@ -12,6 +12,18 @@ use super::{has_all, kubectl, refused, test};
 
 fn policy(name: &str, spec: Value) -> Value {
     json!({ "apiVersion": "kerf.dev/v1alpha1", "kind": "PartitionPolicy", "metadata": { "name": name }, "spec": spec })
+}
+
+#[test]
+fn the_samples_are_accepted() {
+    test(|kerf| async move {
+        let samples = repository("policies/samples");
+        let all = samples.to_str().context("a path that is text")?;
+        let said = kerf.cluster.kubectl(&["apply", "--dry-run=server", "-f", all]).await?;
+        let number = std::fs::read_dir(&samples)?.count();
+        ensure!(said.lines().count() == number, "{number} samples, and the API server says:\n{said}");
+        Ok(())
+    });
 }
 
 #[test]
