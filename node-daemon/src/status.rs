@@ -11,7 +11,7 @@ use kerf_crds::{GpuNode, names};
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use serde_json::json;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::answer::{LIMIT, within};
 use crate::backoff::Backoff;
@@ -21,6 +21,9 @@ use crate::prepared::{DeviceKey, PreparedClaims, PreparedDevice, holders};
 
 /// Changes that come within this time of each other are one write.
 const DEBOUNCE: Duration = Duration::from_millis(20);
+
+/// A new generation alone is written after this time; sooner with whatever else there is to say.
+const GENERATION: Duration = Duration::from_secs(5);
 
 /// How often the status is written though nothing changed here, in case somebody else changed it.
 const REFRESH: Duration = Duration::from_secs(600);
@@ -243,6 +246,8 @@ pub async fn write(client: Client, state: NodeState) -> anyhow::Result<()> {
     let mut toolkit = state.toolkit.subscribe();
     let mut written: Option<(String, GpuNodeStatus)> = None;
     let mut backoff = Backoff::new(&state.node_name);
+    // When a new generation alone is to be written.
+    let mut due: Option<Instant> = None;
     loop {
         specs.mark_unchanged();
         inventories.mark_unchanged();
@@ -269,8 +274,14 @@ pub async fn write(client: Client, state: NodeState) -> anyhow::Result<()> {
                 None => current_conditions(&nodes, &state.node_name).await,
             };
             let status = build(parts, &before, Timestamp::now());
-            let of_same = written.as_ref().is_some_and(|(uid, old)| *uid == seen.uid && *old == status);
-            if !of_same {
+            let old = written.as_ref().filter(|(uid, _)| *uid == seen.uid).map(|(_, old)| old);
+            let now = Instant::now();
+            let at = write_at(old, &status, &mut due, now);
+            if let Some(pause) =
+                at.map(|at| at.saturating_duration_since(now)).filter(|pause| !pause.is_zero())
+            {
+                refresh = pause;
+            } else if at.is_some() {
                 match patch(&nodes, &state.node_name, &status).await {
                     Ok(()) => {
                         backoff = Backoff::new(&state.node_name);
@@ -300,6 +311,35 @@ pub async fn write(client: Client, state: NodeState) -> anyhow::Result<()> {
             Err(_) => {}
         }
     }
+}
+
+/// When the status is to be written, if it is. `due`: when a new generation alone is.
+fn write_at(
+    old: Option<&GpuNodeStatus>,
+    status: &GpuNodeStatus,
+    due: &mut Option<Instant>,
+    now: Instant,
+) -> Option<Instant> {
+    match old {
+        Some(old) if old == status => {
+            *due = None;
+            None
+        }
+        Some(old) if *old == under(status, old) => Some(*due.get_or_insert(now + GENERATION)),
+        _ => {
+            *due = None;
+            Some(now)
+        }
+    }
+}
+
+/// The status as if it answered the same generation as the other.
+fn under(status: &GpuNodeStatus, other: &GpuNodeStatus) -> GpuNodeStatus {
+    let mut status = GpuNodeStatus { observed_generation: other.observed_generation, ..status.clone() };
+    for (condition, other) in status.conditions.iter_mut().zip(&other.conditions) {
+        condition.observed_generation = other.observed_generation;
+    }
+    status
 }
 
 async fn current_conditions(nodes: &Api<GpuNode>, name: &str) -> Vec<Condition> {

@@ -144,6 +144,29 @@ fn the_generation_is_the_oldest_that_a_worker_decided_under() {
 }
 
 #[test]
+fn a_new_generation_alone_is_written_late_and_with_the_next_news() {
+    let gpus = vec![full(0, &geometry("P", 1), 1)];
+    let of = |generation, number| {
+        let inventory = inventory(vec![full(0, &geometry("P", 1), number)]);
+        let reports = reports(&gpus, &[Some(generation)]);
+        let spec = SeenSpec { generation, ..SeenSpec::default() };
+        build(parts(&spec, &inventory, &reports, &PreparedClaims::default()), &[], now())
+    };
+    let (mut due, at) = (None, Instant::now());
+    let later = at + GENERATION / 2;
+    assert_eq!(write_at(None, &of(7, 1), &mut due, at), Some(at), "the first");
+    assert_eq!(write_at(Some(&of(7, 1)), &of(7, 1), &mut due, at), None);
+    assert_eq!(write_at(Some(&of(7, 1)), &of(8, 1), &mut due, at), Some(at + GENERATION));
+    assert_eq!(
+        write_at(Some(&of(7, 1)), &of(9, 1), &mut due, later),
+        Some(at + GENERATION),
+        "not put off again"
+    );
+    assert_eq!(write_at(Some(&of(7, 1)), &of(9, 2), &mut due, later), Some(later));
+    assert_eq!(write_at(Some(&of(9, 2)), &of(10, 2), &mut due, later), Some(later + GENERATION));
+}
+
+#[test]
 fn geometries_are_stored_once_and_named_by_product() {
     let (a, again, other, b) = (geometry("A", 2), geometry("A", 2), geometry("A", 3), geometry("B", 2));
     let gpus =
