@@ -128,6 +128,20 @@ fn answers(snapshot: &Snapshot, plan: &Plan, broken: &mut Vec<String>) {
         }
     }
     broken.extend(answered.keys().map(|request| format!("there is no request {request}")));
+    let placed: Vec<usize> = plan.placements.iter().map(|placement| placement.request).collect();
+    let mut gangs: BTreeMap<&str, (usize, usize)> = BTreeMap::new();
+    for (index, request) in snapshot.requests.iter().enumerate() {
+        if let Some(gang) = &request.gang {
+            let (members, with_place) = gangs.entry(gang).or_default();
+            *members += 1;
+            *with_place += usize::from(placed.contains(&index));
+        }
+    }
+    for (gang, (members, with_place)) in
+        gangs.into_iter().filter(|(_, (all, placed))| ![0, *all].contains(placed))
+    {
+        broken.push(format!("{with_place} of the {members} members of gang {gang} are placed"));
+    }
 }
 
 fn node_takes(snapshot: &Snapshot, request: &Request, placement: &Placement, broken: &mut Vec<String>) {

@@ -1,9 +1,10 @@
 //! One planning cycle.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::explain;
 use crate::fleet::Fleet;
+use crate::gang;
 use crate::plan::{Plan, RefusalKind};
 use crate::rooms::{self, placement};
 use crate::snapshot::Snapshot;
@@ -31,7 +32,8 @@ fn without_moves(snapshot: &Snapshot) -> (Plan, Fleet<'_>) {
     let mut order: Vec<usize> = (0..snapshot.requests.len()).collect();
     order.sort_by_key(|&index| priority(index));
     let (plan, fleet, sizes) = serve(snapshot, &order);
-    if plan.placements.is_empty() || !plan.refusals.iter().any(|refusal| refusal.kind == RefusalKind::NoRoom)
+    if plan.placements.is_empty()
+        || !plan.refusals.iter().any(|refusal| refusal.kind != RefusalKind::NoSuchDevice)
     {
         return (plan, fleet);
     }
@@ -46,17 +48,30 @@ fn without_moves(snapshot: &Snapshot) -> (Plan, Fleet<'_>) {
     }
 }
 
-/// Serves the requests one after the other. Also answers the fewest memory slices that each takes.
+/// Serves the requests one after the other, gangs where their first member is. Also answers the fewest memory slices that
+/// each takes.
 fn serve<'a>(snapshot: &'a Snapshot, order: &[usize]) -> (Plan, Fleet<'a>, Vec<u32>) {
     let mut fleet = Fleet::of(snapshot);
     let mut sizes = vec![0; snapshot.requests.len()];
     let mut plan = Plan::default();
     // Room only shrinks within a cycle: what was refused once is refused again, with the same sentence.
     let mut refused = HashMap::new();
+    let mut gangs: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for &index in order {
+        if let Some(gang) = &snapshot.requests[index].gang {
+            gangs.entry(gang).or_default().push(index);
+        }
+    }
     for &index in order {
         let request = &snapshot.requests[index];
         let asked = fleet.numbered(request);
         sizes[index] = fleet.least_slices(asked.shape);
+        if let Some(gang) = &request.gang {
+            if let Some(members) = gangs.remove(gang.as_str()) {
+                gang::serve(&mut fleet, gang, &members, &mut plan);
+            }
+            continue;
+        }
         let key = (asked.shape, asked.pod, &request.avoid);
         if let Some(&earlier) = refused.get(&key) {
             let refusal = &plan.refusals[earlier];

@@ -8,7 +8,7 @@
 //! | module | answers |
 //! |---|---|
 //! | [`snapshot`], [`plan`](mod@plan) | the shapes of question and answer |
-//! | `cycle`, `fleet`, `place` | who is served in which order; the cluster as it fills; a place on one node |
+//! | `cycle`, `gang`, `fleet`, `place` | who is served in which order; several together or not at all; the cluster as it fills; a place on one node |
 //! | `shape` | what a request wants of GPUs |
 //! | `catalog`, `index` | what a GPU in some state can give, and at which price; which GPUs are in which state |
 //! | [`occupancy`], `value` | what fits on a GPU; what its room is worth |
@@ -27,6 +27,7 @@ pub mod check;
 mod cycle;
 mod explain;
 pub mod fleet;
+mod gang;
 mod index;
 pub mod layout;
 pub mod moves;

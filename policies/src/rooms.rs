@@ -20,9 +20,9 @@ pub fn make(fleet: &mut Fleet<'_>, plan: &mut Plan) {
     for index in 0..plan.refusals.len() {
         let refusal = &plan.refusals[index];
         let request = &snapshot.requests[refusal.request];
-        let Some(waited) = request.waited_seconds.filter(|_| refusal.kind == RefusalKind::NoRoom) else {
-            continue;
-        };
+        // Room for one of a gang is none for all.
+        let may = refusal.kind == RefusalKind::NoRoom && request.gang.is_none();
+        let Some(waited) = request.waited_seconds.filter(|_| may) else { continue };
         let asked = fleet.numbered(request);
         let kind = (asked.shape, asked.pod, &request.avoid, request.priority);
         let known = looked_for.get(&kind).copied();

@@ -190,6 +190,8 @@ pub struct Request {
     pub pod: PodNeeds,
     /// Nodes that are out of the question although the snapshot would allow them (a place withdrawn a moment ago).
     pub avoid: BTreeSet<NodeIndex>,
+    /// Requests of one gang get their places together or not at all.
+    pub gang: Option<String>,
     /// For how long it has waited; `None`: nobody is to be moved for it now.
     pub waited_seconds: Option<u64>,
 }
