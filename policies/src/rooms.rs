@@ -10,7 +10,7 @@ use crate::plan::{Move, NoMoves, PlacedDevice, Placement, Plan, RefusalKind, Roo
 use crate::snapshot::{Movable, NodeIndex, Request};
 
 /// For so many kinds of requests room is looked for in one cycle; the others' turn comes in later ones.
-const SEARCHES: usize = 4;
+const SEARCHES: usize = 2;
 
 /// Turns the first refusal for which moves make room into that room.
 pub fn make(fleet: &mut Fleet<'_>, plan: &mut Plan) {
@@ -36,6 +36,8 @@ pub fn make(fleet: &mut Fleet<'_>, plan: &mut Plan) {
                 plan.rooms.push(room);
                 return;
             }
+            // It may be otherwise once it has waited for longer.
+            Err(_) if snapshot.movable.iter().any(|pod| pod.after_seconds > waited) => {}
             Err(why) => {
                 looked_for.insert(kind, why);
                 plan.refusals[index].moves = Some(why);

@@ -47,7 +47,7 @@ pub struct PodDetail {
     pub needs: PodNeeds,
     /// UID of its controller, which makes another in its place.
     pub controller: Option<String>,
-    /// Its owner lets it be moved.
+    /// Its owner lets it be moved, and nothing that Kerf does not look at ties it to its node.
     pub movable: bool,
     /// How much its owner would rather keep it: `controller.kubernetes.io/pod-deletion-cost`.
     pub deletion_cost: i32,
@@ -128,7 +128,7 @@ impl From<Pod> for PodInfo {
             spec.scheduling_gates.iter().flatten().map(|gate| gate.name.clone()).collect();
         let annotation = |name: &str| metadata.annotations.as_ref().and_then(|all| all.get(name));
         let original = annotation(names::ORIGINAL_RESOURCES);
-        let movable = annotation(names::MOVABLE).is_some_and(|value| value == "true");
+        let movable = annotation(names::MOVABLE).is_some_and(|value| value == "true") && !is_tied(&spec);
         let detail = if spec.resource_claims.as_ref().is_some_and(|claims| !claims.is_empty())
             || gates.iter().any(|gate| gate == names::GATE)
         {
@@ -204,6 +204,25 @@ impl From<Pod> for PodInfo {
             detail,
         }
     }
+}
+
+/// Whether something that Kerf does not look at decides where the pod can run: what comes in its place might find no node.
+fn is_tied(spec: &PodSpec) -> bool {
+    let volumes = spec.volumes.iter().flatten();
+    let has_volume =
+        volumes.into_iter().any(|v| v.persistent_volume_claim.is_some() || v.ephemeral.is_some());
+    let affinity = spec.affinity.as_ref();
+    let with = affinity.and_then(|all| all.pod_affinity.as_ref());
+    let without = affinity.and_then(|all| all.pod_anti_affinity.as_ref());
+    let near = with.and_then(|all| all.required_during_scheduling_ignored_during_execution.as_ref());
+    let far = without.and_then(|all| all.required_during_scheduling_ignored_during_execution.as_ref());
+    let spread = spec.topology_spread_constraints.iter().flatten();
+    let ports = spec.containers.iter().flat_map(|container| container.ports.iter().flatten());
+    has_volume
+        || near.is_some_and(|terms| !terms.is_empty())
+        || far.is_some_and(|terms| !terms.is_empty())
+        || spread.into_iter().any(|constraint| constraint.when_unsatisfiable == "DoNotSchedule")
+        || ports.into_iter().any(|port| port.host_port.is_some())
 }
 
 /// What the pod needs of a node besides room.

@@ -70,10 +70,12 @@ impl Writer {
         let claim = claims::from_annotation(pod, name, original);
         let parameters = PostParams { dry_run: true, ..PostParams::default() };
         match self.claims(&pod.namespace).create(&parameters, &claim).await {
-            Ok(_) => self.memory.succeeded(&pod.uid),
-            Err(error) if is_conflict(&error) => self.memory.succeeded(&pod.uid),
+            Ok(_) => {}
+            Err(error) if is_conflict(&error) => {}
             Err(error) => return self.failed(&pod.uid, "create the claim", &error),
         }
+        self.memory.succeeded(&pod.uid);
+        self.memory.let_through(&pod.uid, Instant::now());
         self.cache.wake();
     }
 

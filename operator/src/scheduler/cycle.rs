@@ -21,7 +21,7 @@ use kube::ResourceExt;
 use super::entries::{Changes, commit};
 use super::join::join;
 use super::memory::Memory;
-use super::moves::{self, Eviction};
+use super::moves::{self, Eviction, Kept};
 use super::needs::Memo;
 use super::placements::{self, Key};
 use super::preempt::preempt;
@@ -103,7 +103,8 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
 
     // 1. Snapshot.
     let matches = matching::matches(world);
-    let mut board = snapshot::take(world, &matches);
+    let bound = moves::binding(world, memory, wall);
+    let mut board = snapshot::take(world, &matches, |said| moves::is_one_of(&bound, said));
     snapshot::note_failing(&mut board, &memory.failing_gpus(now));
 
     // 2. Join.
@@ -121,24 +122,25 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     let looking = Looking { world, board: &board, memory, selectors, memo: &memo, now };
     let mut candidates = queue::candidates(&looking, &joined.placed, joined.troubled, &mut decision);
     let reserved = moves::on_record(world);
-    let mut rooms = moves::carry_on(&looking, &reserved, &joined.placed, wall);
+    let mut rooms = moves::carry_on(&looking, &matches, &reserved, &bound, &joined.placed, wall);
     let mut given = BTreeSet::new();
     candidates.retain(|candidate| {
         let Candidate { pod, wanted, .. } = candidate;
-        let Some((said, place)) = moves::claim(&looking, &matches, &reserved, &rooms, candidate) else {
-            return true;
-        };
-        rooms.given(world, &reserved, said);
-        if said.controller.is_some() {
-            memory.was_moved(&pod.uid, now);
+        match moves::claim(&looking, &matches, &reserved, &bound, &rooms, &given, candidate) {
+            Kept::Nothing => true,
+            Kept::Later => false,
+            Kept::Now(said, place) => {
+                rooms.given(world, memory, &reserved, said);
+                if said.controller.is_some() {
+                    memory.was_moved(&pod.uid, now);
+                }
+                commit(&board, pod, wanted, place.node, &place.devices, &mut changes);
+                given.insert(place.node);
+                false
+            }
         }
-        commit(&board, pod, wanted, place.node, &place.devices, &mut changes);
-        given.insert(place.node);
-        false
     });
-    let offer = moves::offer(&looking, &matches, &rooms, &candidates, wall);
-    let being_made: Vec<Option<String>> =
-        candidates.iter().map(|candidate| moves::told(&board, &reserved, &rooms, &candidate.pod)).collect();
+    let offer = moves::offer(&looking, &matches, &rooms, &candidates);
     // As above.
     for node in given {
         board.snapshot.nodes[node].ready = false;
@@ -162,7 +164,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
                 decision.drive.insert(troubled.key.clone());
             }
             None => {
-                rooms.settled(world, &reserved, &pod.uid);
+                rooms.settled(world, memory, &reserved, &pod.uid);
                 commit(&board, pod, wanted, placement.node, &placement.devices, &mut changes);
             }
         }
@@ -173,7 +175,20 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
         let message = moves::reserve(&board, pod, room, &offer, wall, &mut changes);
         decision.tell_placeless(pod, Sentence::waiting(pod_reason::MAKING_ROOM, message));
     }
-    preempt(&board, &candidates, memory, &mut plan, &mut changes);
+    for pod in preempt(&board, &candidates, memory, &mut plan, &mut changes) {
+        rooms.settled(world, memory, &reserved, &pod);
+    }
+    let taken: Vec<Partition> = changes
+        .added
+        .values()
+        .flatten()
+        .filter(|one| matches!(one.owner, Owner::Claim(_)))
+        .cloned()
+        .collect();
+    rooms.give_way(world, memory, &reserved, &taken);
+    let no_room = plan.refusals.iter().filter(|refusal| refusal.kind == RefusalKind::NoRoom);
+    let to_ask = offer.to_ask(no_room.map(|refusal| refusal.request), &candidates);
+    decision.quota.extend(to_ask.into_iter().cloned());
     for refusal in &plan.refusals {
         let reason = match refusal.kind {
             RefusalKind::NoSuchDevice => pod_reason::NO_SUCH_PROFILE,
@@ -184,8 +199,11 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
         if refusal.moves.is_some() {
             memory.no_room(&pod.uid, refusal.moves, now);
         }
-        let sentence = match &being_made[refusal.request] {
-            Some(message) => Sentence::waiting(pod_reason::MAKING_ROOM, message.as_str()),
+        if refusal.kind == RefusalKind::NoRoom {
+            memory.has_no_room(&pod.uid, now);
+        }
+        let sentence = match moves::told(&board, &reserved, &rooms, pod) {
+            Some(message) => Sentence::waiting(pod_reason::MAKING_ROOM, message),
             None => Sentence::waiting(reason, format!("{}{}", refusal.message, moves::in_vain(memory, pod))),
         };
         match instead_of {
@@ -205,7 +223,20 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
             Owner::Reservation(said) => rooms.stays(said),
             Owner::Policy(_) => false,
         });
-        let claims: Vec<Partition> = stays.cloned().chain(added).collect();
+        let stays: Vec<Partition> = stays.cloned().collect();
+        // The rule that never breaks, whatever went wrong above.
+        let added = if claims_collide(stays.iter().chain(&added)) {
+            tracing::error!(
+                node = name,
+                ?added,
+                "places that overlap with each other or with others' are not written"
+            );
+            changes.new.remove(&name);
+            Vec::new()
+        } else {
+            added
+        };
+        let claims: Vec<Partition> = stays.into_iter().chain(added).collect();
         let nothing = BTreeMap::new();
         let spec = desired::spec(
             node,
@@ -227,6 +258,14 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     decision.sentences = one_each(std::mem::take(&mut decision.sentences));
     decision.matches = matches;
     decision
+}
+
+/// Whether two claims' entries share a slice.
+fn claims_collide<'p>(entries: impl Iterator<Item = &'p Partition>) -> bool {
+    let claims: Vec<&Partition> = entries.filter(|one| matches!(one.owner, Owner::Claim(_))).collect();
+    claims.iter().enumerate().any(|(index, one)| {
+        claims[..index].iter().any(|other| other.gpu == one.gpu && desired::collide(other, one))
+    })
 }
 
 /// One sentence a pod, or those of its claims would overwrite each other in every cycle: while it waits for one of them,

@@ -52,18 +52,17 @@ impl Writer {
         match self.evict(pod).await {
             Ok(()) => {
                 tracing::info!(pod = pod.id(), room_for, to, "evicted: it is moved");
-                // Until the watch tells that it is on its way out.
-                self.memory.overtaken(&pod.uid, Instant::now());
+                self.memory.evicted(&pod.uid);
                 let message = format!(
                     "evicted to make room for {room_for}; for the pod that comes in its place, room is kept on node {to}"
                 );
                 self.event(pod, EventType::Normal, "Moved", &message).await;
             }
             Err(error) if is_gone(&error) => {}
-            // A disruption budget has changed its mind: others may move instead.
+            // By a disruption budget, say: others may move instead.
             Err(error) => {
                 tracing::info!(pod = pod.id(), room_for, %error, "not moved");
-                self.memory.overtaken(&pod.uid, Instant::now());
+                self.memory.may_not_go(&pod.uid, Instant::now());
                 self.memory.no_room(&eviction.room_for.uid, None, Instant::now());
             }
         }

@@ -20,6 +20,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 const CALM: Duration = Duration::from_secs(5);
 /// Longest time without another withdrawal.
 const LONGEST_CALM: Duration = Duration::from_secs(300);
+/// What an API server has answered counts for so long.
+const STILL_TRUE: Duration = Duration::from_secs(60);
 /// Counts in a policy's status are not rewritten more often than this: they change with every pod.
 const COUNTS: Duration = Duration::from_secs(5);
 /// A pod is found stranded for this long before it is evicted, so that watches of pods and claims can catch up.
@@ -63,6 +65,14 @@ struct PodMemory {
     trouble: Option<(&'static str, String)>,
     stranded_since: Option<Instant>,
     told_at: Option<Instant>,
+    /// Since when it has been without room.
+    waits_since: Option<Instant>,
+    /// When a quota would have let it have its claim.
+    let_through: Option<Instant>,
+    /// It was evicted, which the watch may not have told yet.
+    evicted: bool,
+    /// How often its eviction was refused.
+    refusals: u32,
     /// Until when nobody is moved for it, after how many times in vain, and why.
     no_moves: Option<(Instant, u32, Option<NoMoves>)>,
 }
@@ -277,6 +287,45 @@ impl Memory {
     /// Why the last search for room by moving others was in vain.
     pub fn in_vain(&self, pod_uid: &str) -> Option<NoMoves> {
         self.lock().pods.get(pod_uid)?.no_moves?.2
+    }
+
+    /// The pod has no room.
+    pub fn has_no_room(&self, pod_uid: &str, now: Instant) {
+        self.lock().pods.entry(pod_uid.to_owned()).or_default().waits_since.get_or_insert(now);
+    }
+
+    /// For how long the pod has had no room.
+    pub fn waited(&self, pod_uid: &str, now: Instant) -> Option<Duration> {
+        Some(now.saturating_duration_since(self.lock().pods.get(pod_uid)?.waits_since?))
+    }
+
+    /// A quota would let the pod have its claim.
+    pub fn let_through(&self, pod_uid: &str, now: Instant) {
+        self.lock().pods.entry(pod_uid.to_owned()).or_default().let_through = Some(now);
+    }
+
+    /// Whether a quota would have let the pod have its claim a moment ago.
+    pub fn was_let_through(&self, pod_uid: &str, now: Instant) -> bool {
+        let at = self.lock().pods.get(pod_uid).and_then(|pod| pod.let_through);
+        at.is_some_and(|at| now.saturating_duration_since(at) < STILL_TRUE)
+    }
+
+    /// The pod was evicted.
+    pub fn evicted(&self, pod_uid: &str) {
+        self.lock().pods.entry(pod_uid.to_owned()).or_default().evicted = true;
+    }
+
+    /// See [`Memory::evicted`].
+    pub fn was_evicted(&self, pod_uid: &str) -> bool {
+        self.lock().pods.get(pod_uid).is_some_and(|pod| pod.evicted)
+    }
+
+    /// The pod could not be evicted: it stays for a while, longer each time.
+    pub fn may_not_go(&self, pod_uid: &str, now: Instant) {
+        let mut inner = self.lock();
+        let pod = inner.pods.entry(pod_uid.to_owned()).or_default();
+        pod.calm_until = Some(now + doubled(CALM, pod.refusals, LONGEST_CALM));
+        pod.refusals += 1;
     }
 
     /// The pod has come in place of one that was moved: it stays for a while.

@@ -1,4 +1,4 @@
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 
@@ -10,6 +10,7 @@ use crate::scheduler::selectors::Selectors;
 use crate::testing::{gated_pod, gpu, instance, policy, wanted, world};
 
 const WALL: i64 = 1_800_000_000;
+const LARGE: &str = "uid-of-large";
 
 struct Story {
     world: World,
@@ -37,8 +38,11 @@ impl Story {
             pod.detail.as_mut().unwrap().gates.clear();
             world = give(world, &pod, "3g.40gb", 4);
         }
-        let large = PodInfo { created: WALL - 60, ..gated_pod("large", "nvidia.com/mig-7g.80gb", json!({})) };
-        Self { world: world.with_pod(large), memory: Memory::default(), wall: WALL }
+        let large = gated_pod("large", "nvidia.com/mig-7g.80gb", json!({}));
+        let memory = Memory::default();
+        memory.has_no_room(LARGE, Instant::now() - Duration::from_secs(60));
+        memory.let_through(LARGE, Instant::now());
+        Self { world: world.with_pod(large), memory, wall: WALL }
     }
 
     /// The same after the plan is on record.
@@ -100,6 +104,17 @@ impl Story {
             .replace_gpu_node(|node| node.status.as_mut().unwrap().gpus[0].instances[0].claims.clear(), node);
     }
 
+    fn policy(&mut self, spec: serde_json::Value) {
+        let mut policy = policy("all", spec);
+        policy.metadata.resource_version = Some("3".into());
+        self.world.policies.watch_applied(policy);
+    }
+
+    fn cordon(&mut self, name: &str) {
+        let node = crate::testing::node(name, "8");
+        self.world.nodes.watch_applied(crate::cache::NodeInfo { version: 9, unschedulable: true, ..node });
+    }
+
     fn add(&mut self, pod: PodInfo) {
         self.world.put_pod(pod, |store, pod| store.watch_applied(pod));
     }
@@ -108,6 +123,18 @@ impl Story {
 fn claim_reference(pod: &str) -> kerf_crds::gpu_node::ClaimReference {
     let name = format!("claim-of-{pod}");
     kerf_crds::gpu_node::ClaimReference { namespace: "default".into(), uid: format!("uid-of-{name}"), name }
+}
+
+fn budget(app: &str, allowed: u32) -> BudgetInfo {
+    let budget = json!({
+        "metadata": {"name": "b", "namespace": "default", "uid": "b", "resourceVersion": "1", "generation": 1},
+        "spec": {"selector": {"matchLabels": {"app": app}}},
+        "status": {"disruptionsAllowed": allowed, "observedGeneration": 1,
+            "currentHealthy": 1, "desiredHealthy": 1, "expectedPods": 1},
+    });
+    BudgetInfo::from(
+        serde_json::from_value::<k8s_openapi::api::policy::v1::PodDisruptionBudget>(budget).unwrap(),
+    )
 }
 
 fn made_by(controller: &str, name: &str) -> PodInfo {
@@ -200,46 +227,108 @@ fn the_younger_moves_and_everybody_gets_what_is_kept_for_them() {
     assert!(!story.memory.calm("uid-of-t1-next", Instant::now()), "it is not moved again at once");
 }
 
-#[test]
-fn nobody_is_moved_too_early_or_where_the_policy_does_not_say_so() {
-    let mut story = Story::begins();
-    story.change("large", |pod| pod.created = WALL - 9);
+/// Nothing is reserved, and nobody evicted.
+fn nothing_happens(story: &mut Story, why: &str) {
     let decision = story.cycle();
-    assert!(decision.specs.iter().all(|write| write.added.is_empty()));
-    assert_eq!(said(&decision, "large").0, "NoRoom");
+    assert_eq!(evicted(&decision), [""; 0], "{why}");
+    assert_eq!(story.entries("n0"), ["3g.40gb@4 t0"], "{why}");
+    assert_eq!(story.entries("n1"), ["3g.40gb@4 t1"], "{why}");
+}
+
+#[test]
+fn nobody_is_moved_where_the_policy_or_the_owner_does_not_say_so() {
+    type Change = fn(&mut PodInfo);
+    let pods: [(&str, Change); 5] = [
+        ("its owner does not allow it", |pod| pod.detail.as_mut().unwrap().movable = false),
+        ("nobody would make it again", |pod| pod.detail.as_mut().unwrap().controller = None),
+        ("it may take days to end", |pod| pod.detail.as_mut().unwrap().grace_seconds = i64::MAX),
+        ("it is the more important", |pod| pod.priority = 1),
+        ("another driver's claim may tie it", |pod| {
+            let other =
+                crate::cache::PodClaim { name: "nic".into(), claim: Some("nic".into()), template: false };
+            pod.detail.as_mut().unwrap().claims.push(other);
+        }),
+    ];
+    for (why, change) in pods {
+        let mut story = Story::begins();
+        for name in ["t0", "t1"] {
+            story.change(name, change);
+        }
+        nothing_happens(&mut story, why);
+    }
     let mut story = Story::begins();
-    let mut still = policy("all", json!({}));
-    still.metadata.resource_version = Some("3".into());
-    story.world.policies.watch_applied(still);
+    story.policy(json!({}));
+    nothing_happens(&mut story, "the policy moves nobody");
+    let mut story = Story::begins();
+    story.policy(json!({"mig": {"mode": "Static", "layout": [{"profile": "3g.40gb", "count": 2}]},
+        "reshape": {"moves": {"maxPods": 1, "afterSeconds": 0}}}));
     story.cycle();
-    assert_eq!(story.entries("n1"), ["3g.40gb@4 t1"]);
+    assert!(story.entries("n1").iter().all(|entry| !entry.contains('(')), "{:?}", story.entries("n1"));
     let mut story = Story::begins();
     for name in ["t0", "t1"] {
-        story.change(name, |pod| pod.detail.as_mut().unwrap().movable = false);
+        let mut claim = story.world.claim("default", &format!("claim-of-{name}")).unwrap().as_ref().clone();
+        claim.metadata.owner_references = None;
+        claim.metadata.resource_version = Some("3".into());
+        story.world.claims.watch_applied(claim);
+    }
+    nothing_happens(&mut story, "their claims would outlive them");
+}
+
+#[test]
+fn too_early_is_not_in_vain() {
+    let mut story = Story::begins();
+    story.memory = Memory::default();
+    story.memory.let_through(LARGE, Instant::now());
+    for waited in [0, 9] {
+        story.memory.has_no_room(LARGE, Instant::now() - Duration::from_secs(waited));
+        let decision = story.decide();
+        let (reason, message) = said(&decision, "large");
+        assert_eq!((reason, message.contains("moving")), ("NoRoom", false), "{message}");
+        nothing_happens(&mut story, "it has not waited for long enough");
+        story.memory = Memory::default();
+        story.memory.let_through(LARGE, Instant::now());
+    }
+    story.memory.has_no_room(LARGE, Instant::now() - Duration::from_secs(11));
+    story.cycle();
+    assert_eq!(story.entries("n1"), ["3g.40gb@4 t1", "7g.80gb@0 (large)"]);
+}
+
+#[test]
+fn a_quota_is_asked_before_anybody_is_moved() {
+    let mut story = Story::begins();
+    story.memory = Memory::default();
+    story.memory.has_no_room(LARGE, Instant::now() - Duration::from_secs(60));
+    let decision = story.decide();
+    assert_eq!(decision.quota.iter().map(|pod| pod.name.as_str()).collect::<Vec<_>>(), ["large"]);
+    nothing_happens(&mut story, "nobody knows whether it may have a claim");
+    story.memory.failed(LARGE, "QuotaExceeded", "exceeded quota".into(), Instant::now());
+    nothing_happens(&mut story, "it may not");
+    story.memory.succeeded(LARGE);
+    story.memory.let_through(LARGE, Instant::now());
+    story.cycle();
+    assert_eq!(story.entries("n1"), ["3g.40gb@4 t1", "7g.80gb@0 (large)"]);
+}
+
+#[test]
+fn who_would_not_go_stays_and_another_moves() {
+    let mut story = Story::begins();
+    story.memory.may_not_go("uid-of-t1", Instant::now());
+    story.cycle();
+    assert_eq!(story.entries("n0"), ["3g.40gb@4 t0", "7g.80gb@0 (large)"]);
+    // The API server evicts nobody who is under two budgets.
+    let mut story = Story::begins();
+    for name in ["one", "two"] {
+        story.world.budgets.watch_applied(BudgetInfo { name: name.into(), ..budget("t1", 1) });
     }
     story.cycle();
-    assert_eq!(story.entries("n1"), ["3g.40gb@4 t1"]);
+    assert_eq!(story.entries("n0"), ["3g.40gb@4 t0", "7g.80gb@0 (large)"]);
 }
 
 #[test]
 fn a_disruption_budget_and_the_owners_price_decide_who_moves() {
-    let budget = |allowed| BudgetInfo {
-        namespace: "default".into(),
-        name: "b".into(),
-        uid: "b".into(),
-        version: 1,
-        selector: kube::core::Selector::try_from(
-            serde_json::from_value::<k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector>(
-                json!({"matchLabels": {"app": "t1"}}),
-            )
-            .unwrap(),
-        )
-        .ok(),
-        allowed,
-    };
     for (allowed, other) in [(0, "(t0's next)"), (1, "(t1's next)")] {
         let mut story = Story::begins();
-        story.world.budgets.watch_applied(budget(allowed));
+        story.world.budgets.watch_applied(budget("t1", allowed));
         story.cycle();
         let all = [story.entries("n0"), story.entries("n1")].concat();
         assert!(all.iter().any(|entry| entry.ends_with(other)), "{allowed}: {all:?}");
@@ -253,36 +342,134 @@ fn a_disruption_budget_and_the_owners_price_decide_who_moves() {
 #[test]
 fn while_nobody_has_gone_a_room_that_is_not_needed_or_not_possible_any_more_is_given_up() {
     type Change = fn(&mut Story);
-    let changes: [(&str, Change); 6] = [
+    let changes: [(&str, Change); 7] = [
         ("who waited is gone", |s| s.change("large", |pod| pod.deleting = true)),
-        ("the owner has changed its mind", |s| {
-            s.change("t1", |p| p.detail.as_mut().unwrap().movable = false)
+        ("the owners have changed their mind", |s| {
+            for name in ["t0", "t1"] {
+                s.change(name, |pod| pod.detail.as_mut().unwrap().movable = false);
+            }
         }),
-        ("the eviction was refused", |s| s.memory.no_room("uid-of-large", None, Instant::now())),
-        ("one node was not told", |s| {
-            let stays = |partition: &Partition| matches!(partition.owner, Owner::Claim(_));
-            s.world.replace_gpu_node(|node| node.spec.partitions.retain(stays), "n0");
-            s.memory.no_room("uid-of-large", None, Instant::now());
-        }),
-        ("it has taken too long", |s| {
-            s.wall += 1000;
-            s.memory.no_room("uid-of-large", None, Instant::now());
-        }),
+        ("the eviction was refused", |s| s.memory.no_room(LARGE, None, Instant::now())),
+        ("the policy has changed", |s| s.policy(json!({"reshape": {"moves": {"maxPods": 0}}}))),
         ("there is room elsewhere", |s| {
             let mut node = crate::testing::gpu_node("n2", vec![gpu("GPU-2", 0)], Vec::new());
             node.metadata.resource_version = Some("1".into());
             s.world.gpu_nodes.watch_applied(node);
             s.world.nodes.watch_applied(crate::testing::node("n2", "8"));
         }),
+        ("the node that it waits for is cordoned", |s| s.cordon("n1")),
+        ("the node to which the other moves is cordoned", |s| s.cordon("n0")),
+    ];
+    for (why, change) in changes {
+        let mut story = Story::reserved();
+        change(&mut story);
+        nothing_happens(&mut story, why);
+    }
+}
+
+#[test]
+fn what_is_only_half_on_record_or_has_lapsed_is_planned_anew_at_once() {
+    type Change = fn(&mut Story);
+    let changes: [(&str, Change); 3] = [
+        ("one node was not told", |s| {
+            let stays = |partition: &Partition| matches!(partition.owner, Owner::Claim(_));
+            s.world.replace_gpu_node(|node| node.spec.partitions.retain(stays), "n0");
+        }),
+        ("nor was the other", |s| {
+            let stays = |partition: &Partition| matches!(partition.owner, Owner::Claim(_));
+            s.world.replace_gpu_node(|node| node.spec.partitions.retain(stays), "n1");
+        }),
+        ("it has taken too long", |s| s.wall += 1000),
     ];
     for (why, change) in changes {
         let mut story = Story::reserved();
         change(&mut story);
         let decision = story.cycle();
         assert_eq!(evicted(&decision), [""; 0], "{why}");
-        assert_eq!(story.entries("n0"), ["3g.40gb@4 t0"], "{why}");
-        assert_eq!(story.entries("n1"), ["3g.40gb@4 t1"], "{why}");
+        assert_eq!(said(&decision, "large").0, "MakingRoom", "{why}");
+        assert_eq!(story.entries("n0"), ["3g.40gb@0 (t1's next)", "3g.40gb@4 t0"], "{why}");
+        assert_eq!(story.entries("n1"), ["3g.40gb@4 t1", "7g.80gb@0 (large)"], "{why}");
+        assert_eq!(evicted(&story.cycle()), ["t1"], "{why}");
     }
+}
+
+#[test]
+fn until_somebody_has_gone_what_is_free_is_anybodys() {
+    let mut story = Story::reserved();
+    story.add(gated_pod("quick", "nvidia.com/mig-3g.40gb", json!({})));
+    let decision = story.cycle();
+    assert_eq!(evicted(&decision), [""; 0], "the room is not the same any more");
+    let all = [story.entries("n0"), story.entries("n1")].concat();
+    assert!(all.contains(&"3g.40gb@0 quick".to_owned()), "{all:?}");
+    assert!(all.iter().all(|entry| !entry.contains('(')), "{all:?}");
+}
+
+#[test]
+fn two_who_come_at_once_do_not_get_the_same_slices() {
+    // On n0 half a GPU is kept for the next of two who have gone, a quarter each.
+    let mut story = Story::begins();
+    story.change("large", |pod| pod.deleting = true);
+    let kept = |start: u32, moved: &str| Partition {
+        gpu: "GPU-0".into(),
+        instance: Some(wanted("2g.20gb", start)),
+        owner: Owner::Reservation(Reservation {
+            pod: PodReference { namespace: "default".into(), name: moved.into(), uid: moved.into() },
+            controller: Some(format!("rs-of-{moved}")),
+            expires: "2100-01-01T00:00:00Z".into(),
+            ..Reservation::default()
+        }),
+    };
+    story.world.replace_gpu_node(|node| node.spec.partitions.extend([kept(0, "a"), kept(2, "b")]), "n0");
+    for moved in ["a", "b"] {
+        let mut next = made_by(&format!("rs-of-{moved}"), &format!("{moved}-next"));
+        let asks = gated_pod(&next.name, "nvidia.com/mig-2g.20gb", json!({}));
+        next.detail.as_mut().unwrap().original = asks.detail.unwrap().original;
+        story.add(next);
+    }
+    for _ in 0..2 {
+        story.cycle();
+        let entries = story.entries("n0");
+        let first: Vec<_> = entries.iter().filter(|entry| entry.starts_with("2g.20gb@0")).collect();
+        let second: Vec<_> = entries.iter().filter(|entry| entry.starts_with("2g.20gb@2")).collect();
+        assert!(first.len() == 1 && second.len() == 1, "{entries:?}");
+    }
+    assert_eq!(story.entries("n0"), ["2g.20gb@0 a-next", "2g.20gb@2 b-next", "3g.40gb@4 t0"]);
+}
+
+#[test]
+fn whose_slices_are_kept_for_somebody_already_is_not_moved_for_another() {
+    let mut story = Story::begins();
+    let kept = Partition {
+        gpu: "GPU-1".into(),
+        instance: Some(wanted("3g.40gb", 4)),
+        owner: Owner::Reservation(Reservation {
+            pod: PodReference { namespace: "default".into(), name: "a".into(), uid: "a".into() },
+            controller: Some("rs-of-a".into()),
+            expires: "2100-01-01T00:00:00Z".into(),
+            ..Reservation::default()
+        }),
+    };
+    story.world.replace_gpu_node(|node| node.spec.partitions.push(kept), "n1");
+    story.cycle();
+    assert_eq!(story.entries("n0"), ["3g.40gb@4 t0", "7g.80gb@0 (large)"]);
+}
+
+#[test]
+fn other_resources_are_kept_beyond_what_those_who_move_give_back() {
+    let mut story = Story::reserved();
+    let cpu = |pod: &mut PodInfo, milli: i128| {
+        pod.milli.insert("cpu".into(), milli);
+    };
+    story.change("t1", |pod| cpu(pod, 5000));
+    story.change("large", |pod| cpu(pod, 6000));
+    let large = story.world.pods.get("default/large").unwrap();
+    let partitions = &story.world.gpu_nodes.get("n1").unwrap().spec.partitions;
+    let said = partitions.iter().find_map(|one| match &one.owner {
+        Owner::Reservation(said) => Some(said),
+        _ => None,
+    });
+    let kept = |node: &str| snapshot::kept_milli(&story.world, node, said.unwrap(), large)["cpu"];
+    assert_eq!((kept("n1"), kept("n0")), (1000, 6000));
 }
 
 #[test]
@@ -314,7 +501,7 @@ fn a_refusal_says_that_moving_others_would_not_help() {
         message.ends_with("; moving others, as far as that is allowed, would not make room"),
         "{message}"
     );
-    assert!(!story.memory.may_make_room("uid-of-large", Instant::now()));
+    assert!(!story.memory.may_make_room(LARGE, Instant::now()));
     assert_eq!(said(&story.cycle(), "large").1, message, "also while it is not looked for again");
 }
 

@@ -14,17 +14,17 @@ use super::snapshot::{Board, give_back};
 const PREEMPTIONS: usize = 1;
 
 /// Pods that would fit if kube-scheduler preempted for them get their place too, held from the start: it preempts only
-/// for a pod whose claim is allocated.
+/// for a pod whose claim is allocated. Answers their UIDs.
 pub fn preempt(
     board: &Board,
     candidates: &[Candidate],
     memory: &Memory,
     plan: &mut Plan,
     changes: &mut Changes,
-) {
-    let mut done = 0;
+) -> Vec<String> {
+    let mut placed = Vec::new();
     let mut index = 0;
-    while index < plan.refusals.len() && done < PREEMPTIONS {
+    while index < plan.refusals.len() && placed.len() < PREEMPTIONS {
         let refusal = &plan.refusals[index];
         let Candidate { pod, wanted, instead_of } = &candidates[refusal.request];
         index += 1;
@@ -57,7 +57,8 @@ pub fn preempt(
             commit(board, pod, wanted, placement.node, &placement.devices, changes);
             index -= 1;
             plan.refusals.remove(index);
-            done += 1;
+            placed.push(pod.uid.clone());
         }
     }
+    placed
 }

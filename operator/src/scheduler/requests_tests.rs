@@ -8,7 +8,7 @@ use crate::scheduler::snapshot;
 use crate::testing::{claim, claiming_pod, gated_pod, gpu, world};
 
 fn asks(world: &World, pod: &str) -> Asks {
-    let board = snapshot::take(world, &matching::matches(world));
+    let board = snapshot::take(world, &matching::matches(world), |_| true);
     let pod = world.pods.get(&format!("default/{pod}")).unwrap();
     read(world, &board, &Selectors::default(), &Memo::default(), pod)
 }

@@ -13,7 +13,7 @@ use kerf_planner::snapshot::{
 };
 use kube::ResourceExt;
 
-use crate::cache::World;
+use crate::cache::{PodInfo, World};
 use crate::controller::matching::{Match, Matches};
 
 /// A snapshot and the way back from its indices.
@@ -43,8 +43,8 @@ impl Board {
     }
 }
 
-/// Takes the snapshot.
-pub fn take(world: &World, matches: &Matches) -> Board {
+/// Takes the snapshot. `binds`: which reservations keep their slices from everybody.
+pub fn take(world: &World, matches: &Matches, binds: impl Fn(&Reservation) -> bool) -> Board {
     let mut board = Board::default();
     let mut places: HashMap<&str, usize> = HashMap::new();
     // In the order of their names, which `Board::node` relies on.
@@ -55,8 +55,14 @@ pub fn take(world: &World, matches: &Matches) -> Board {
     for (index, name) in names.iter().enumerate() {
         places.insert(name, index);
         let matches = matches.get(name);
-        let node =
-            node(world, &Arc::clone(&board.gpu_nodes[index]), name, matches, &mut board.snapshot.geometries);
+        let node = node(
+            world,
+            &Arc::clone(&board.gpu_nodes[index]),
+            name,
+            matches,
+            &binds,
+            &mut board.snapshot.geometries,
+        );
         board.snapshot.nodes.push(node);
         board.evictable.push(Vec::new());
     }
@@ -71,40 +77,55 @@ pub fn take(world: &World, matches: &Matches) -> Board {
     // Pods that are not bound yet, and have a place or wait for room that is being made.
     let mut counted: BTreeSet<(&str, usize)> = BTreeSet::new();
     for (index, gpu_node) in board.gpu_nodes.iter().enumerate() {
+        let name = &names[index];
         for partition in &gpu_node.spec.partitions {
-            let (namespace, name, uid) = match &partition.owner {
-                Owner::Claim(owner) => (&owner.namespace, &owner.pod, &owner.pod_uid),
-                Owner::Reservation(Reservation { pod, controller: None, .. }) => {
-                    (&pod.namespace, &pod.name, &pod.uid)
+            let (namespace, pod, uid, said) = match &partition.owner {
+                Owner::Claim(owner) => (&owner.namespace, &owner.pod, &owner.pod_uid, None),
+                Owner::Reservation(said) if said.controller.is_none() && binds(said) => {
+                    (&said.pod.namespace, &said.pod.name, &said.pod.uid, Some(said))
                 }
                 Owner::Reservation(_) | Owner::Policy(_) => continue,
             };
             if !counted.insert((uid, index)) {
                 continue;
             }
-            let Some(pod) = world.pod(namespace, name, uid) else { continue };
+            let Some(pod) = world.pod(namespace, pod, uid) else { continue };
             if pod.node.is_none() && !pod.done {
-                take_away(&mut board.snapshot.nodes[index].free_milli, &pod.milli);
+                let milli = said.map(|said| kept_milli(world, name, said, pod));
+                take_away(&mut board.snapshot.nodes[index].free_milli, milli.as_ref().unwrap_or(&pod.milli));
             }
         }
     }
     board
 }
 
-/// A GPU as it would be if only these entries of its node's spec were there.
+/// A GPU as it would be if these reservations were the only ones.
 pub fn gpu_with(
     board: &Board,
     matches: &Matches,
     node: usize,
     index: usize,
-    there: impl Fn(&Partition) -> bool,
+    binds: impl Fn(&Reservation) -> bool,
     geometries: &mut Vec<Geometry>,
 ) -> Option<Gpu> {
-    let mut gpu_node = GpuNode::clone(&board.gpu_nodes[node]);
-    gpu_node.spec.partitions.retain(there);
+    let gpu_node = &board.gpu_nodes[node];
     let observed = board.gpu(node, index)?;
     let matched = matches.get(&gpu_node.name_any())?.get(&observed.uuid)?;
-    Some(gpu(&gpu_node, observed, matched, geometries))
+    Some(gpu(gpu_node, observed, matched, &binds, geometries))
+}
+
+/// What a reservation keeps of its node's other resources for the pod that waits: what those who move will not give back.
+pub fn kept_milli(world: &World, node: &str, said: &Reservation, pod: &PodInfo) -> BTreeMap<String, i128> {
+    let mut milli = pod.milli.clone();
+    let moved = said.moves.iter().filter_map(|moved| world.pod(&moved.namespace, &moved.name, &moved.uid));
+    for moved in moved.filter(|moved| moved.node.as_deref() == Some(node) && !moved.done) {
+        for (name, amount) in &moved.milli {
+            if let Some(kept) = milli.get_mut(name) {
+                *kept = (*kept - amount).max(0);
+            }
+        }
+    }
+    milli
 }
 
 /// Notes GPUs on which steps have failed until a moment ago, by UUID: they are given time.
@@ -139,6 +160,7 @@ fn node(
     gpu_node: &GpuNode,
     name: &str,
     matches: Option<&BTreeMap<String, Match>>,
+    binds: &impl Fn(&Reservation) -> bool,
     geometries: &mut Vec<Geometry>,
 ) -> Node {
     let kubernetes = world.nodes.get(name);
@@ -147,7 +169,7 @@ fn node(
     let nobody = Match::Nobody;
     let gpus = status.iter().flat_map(|status| &status.gpus).map(|observed| {
         let matched = matches.and_then(|all| all.get(&observed.uuid)).unwrap_or(&nobody);
-        gpu(gpu_node, observed, matched, geometries)
+        gpu(gpu_node, observed, matched, binds, geometries)
     });
     let gpus = gpus.collect();
     match kubernetes {
@@ -165,9 +187,18 @@ fn node(
     }
 }
 
-fn gpu(gpu_node: &GpuNode, observed: &gpu_node::Gpu, matched: &Match, geometries: &mut Vec<Geometry>) -> Gpu {
-    let partitions: Vec<&Partition> =
-        gpu_node.spec.partitions.iter().filter(|partition| partition.gpu == observed.uuid).collect();
+fn gpu(
+    gpu_node: &GpuNode,
+    observed: &gpu_node::Gpu,
+    matched: &Match,
+    binds: &impl Fn(&Reservation) -> bool,
+    geometries: &mut Vec<Geometry>,
+) -> Gpu {
+    let counts = |partition: &&Partition| {
+        partition.gpu == observed.uuid
+            && !matches!(&partition.owner, Owner::Reservation(said) if !binds(said))
+    };
+    let partitions: Vec<&Partition> = gpu_node.spec.partitions.iter().filter(counts).collect();
     let reported = gpu_node.status.as_ref().and_then(|status| status.geometry_of(observed));
     let policy = matched.policy();
     let geometry = reported.map(convert);
@@ -307,14 +338,16 @@ fn instances(
     let mut all = Vec::new();
     let mut seen = vec![false; partitions.len()];
     for instance in &observed.instances {
-        let entry = partitions.iter().position(|partition| {
+        let is_it = |partition: &Partition| {
             partition.instance.as_ref().is_some_and(|wanted| {
                 wanted.placement == instance.placement
                     && kerf_crds::profile::same(&wanted.profile, &instance.profile)
             })
-        });
-        if let Some(entry) = entry {
-            seen[entry] = true;
+        };
+        let entry = partitions.iter().position(|partition| is_it(partition));
+        // It may be one's and reserved for another.
+        for (seen, partition) in seen.iter_mut().zip(partitions) {
+            *seen |= is_it(partition);
         }
         let state = match entry {
             // A failed one that can be spared is gone from the report as soon as nobody uses it: the daemon takes it down.

@@ -21,7 +21,7 @@ fn claimed(pod: &str, instance: Option<gpu_node::WantedInstance>) -> Partition {
 }
 
 fn board(world: &World) -> Board {
-    take(world, &matching::matches(world))
+    take(world, &matching::matches(world), |_| true)
 }
 
 fn states(board: &Board) -> Vec<(u32, InstanceState, bool)> {
