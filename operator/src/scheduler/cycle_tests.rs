@@ -571,3 +571,25 @@ fn what_is_put_on_record_again_is_not_given_to_another_in_the_same_cycle() {
     let decision = decide_now(&world, &memory);
     assert_eq!(said(&decision, "q").unwrap().0, "NoRoom");
 }
+
+#[test]
+fn claims_that_share_slices_are_noticed() {
+    let of = |gpu: &str, profile: &str, start: u32| Partition {
+        gpu: gpu.into(),
+        instance: Some(wanted(profile, start)),
+        owner: Owner::Claim(ClaimOwner {
+            namespace: "default".into(),
+            name: format!("{gpu}-{start}"),
+            pod: "p".into(),
+            pod_uid: "u".into(),
+            request: "r".into(),
+        }),
+    };
+    let whole = Partition { instance: None, ..of("GPU-0", "1g.10gb", 0) };
+    let kept = Partition { owner: Owner::Reservation(Default::default()), ..of("GPU-0", "1g.10gb", 0) };
+    let apart = [of("GPU-0", "2g.20gb", 0), of("GPU-0", "2g.20gb", 2), of("GPU-1", "2g.20gb", 0)];
+    assert!(!claims_collide(apart.iter().chain([&kept])));
+    for other in [of("GPU-0", "3g.40gb", 0), whole] {
+        assert!(claims_collide(apart.iter().chain([&other])), "{other:?}");
+    }
+}
