@@ -16,11 +16,11 @@ use kube::api::PostParams;
 use kube::{Api, Client, ResourceExt};
 
 use super::claim_writes::release_hold;
-use super::cycle::{Decision, NodeWrite, is_driven};
+use super::decision::{Decision, NodeWrite};
 use super::events::Events;
 use super::memory::Memory;
-use super::moves::Eviction;
 use super::placements::{self, Key, Seen};
+use super::rooms::Eviction;
 use super::tell::{Nominate, Sentence};
 use crate::cache::{Cache, PodInfo, World};
 use crate::leader::Leadership;
@@ -230,6 +230,11 @@ impl Writer {
             }
         }
     }
+}
+
+/// Whether a placement's next step is one that [`Writer::drive`] makes by itself.
+fn is_driven(step: Step) -> bool {
+    !matches!(step, Step::Wait(_) | Step::RemoveEntry | Step::RestoreEntry)
 }
 
 enum Job<'a> {

@@ -13,88 +13,25 @@ use std::time::Instant;
 
 use kerf_crds::conditions::pod_reason;
 use kerf_crds::gpu_node::{Owner, Partition};
-use kerf_crds::{GpuNode, GpuNodeSpec};
 use kerf_planner::plan::RefusalKind;
-use kerf_planner::protocol::Step;
 use kube::ResourceExt;
 
+use super::decision::{Decision, Looking, NodeWrite};
 use super::entries::{Changes, commit};
 use super::join::join;
 use super::memory::Memory;
-use super::moves::{self, Eviction, Kept};
 use super::needs::Memo;
-use super::placements::{self, Key};
+use super::placements;
 use super::preempt::preempt;
 use super::queue::{self, Candidate};
+use super::rooms::{self, Kept};
 use super::selectors::Selectors;
-use super::snapshot::{self, Board};
+use super::snapshot;
 use super::tell::Sentence;
-use super::trouble::Troubled;
 use super::warm;
 use crate::cache::{PodInfo, World};
-use crate::controller::desired::{self, Problems};
-use crate::controller::matching::{self, Matches};
-
-/// What a cycle wants written.
-#[derive(Debug, Default)]
-pub struct Decision {
-    /// Nodes whose spec changes, and the placements that the change makes.
-    pub specs: Vec<NodeWrite>,
-    /// Placements whose next step is a write to something else.
-    pub drive: BTreeSet<Key>,
-    /// Pods whose claims are all allocated, with others before them, and that still have Kerf's gate and no other.
-    pub ungate: Vec<Arc<PodInfo>>,
-    /// Pods whose claim a quota refused a while ago.
-    pub quota: Vec<Arc<PodInfo>>,
-    /// Pods bound where they can never run.
-    pub stranded: Vec<Arc<PodInfo>>,
-    /// Pods that are moved to make room for others.
-    pub evictions: Vec<Eviction>,
-    /// What pods are told, once each.
-    pub sentences: Vec<(Arc<PodInfo>, Sentence)>,
-    /// UIDs of those of them that have no place: a node that was nominated for one keeps room for nobody.
-    pub placeless: BTreeSet<String>,
-    /// For the policies' status.
-    pub matches: Matches,
-    /// See [`Problems`].
-    pub problems: Problems,
-}
-
-impl Decision {
-    /// Tells a pod without a place why.
-    pub fn tell_placeless(&mut self, pod: &Arc<PodInfo>, sentence: Sentence) {
-        self.placeless.insert(pod.uid.clone());
-        self.sentences.push((Arc::clone(pod), sentence));
-    }
-
-    /// Tells a pod why it cannot use its place.
-    pub fn tell_troubled(&mut self, troubled: &Troubled) {
-        let sentence = troubled.sentence.clone();
-        self.sentences.extend(sentence.map(|sentence| (Arc::clone(&troubled.pod), sentence)));
-    }
-}
-
-/// What a cycle looks at.
-#[derive(Debug)]
-pub struct Looking<'a> {
-    pub world: &'a World,
-    pub board: &'a Board,
-    pub memory: &'a Memory,
-    pub selectors: &'a Selectors,
-    pub memo: &'a Memo,
-    pub now: Instant,
-}
-
-/// A node's new spec.
-#[derive(Debug)]
-pub struct NodeWrite {
-    pub node: Arc<GpuNode>,
-    pub spec: GpuNodeSpec,
-    /// Placements that come to be with it.
-    pub added: Vec<Key>,
-    /// Placements that end with it.
-    pub removed: Vec<Key>,
-}
+use crate::controller::desired;
+use crate::controller::matching;
 
 /// Decides. `wall` is the time in seconds since 1970, for reservations.
 pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instant, wall: i64) -> Decision {
@@ -103,8 +40,8 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
 
     // 1. Snapshot.
     let matches = matching::matches(world);
-    let bound = moves::binding(world, memory, wall);
-    let mut board = snapshot::take(world, &matches, |said| moves::is_one_of(&bound, said));
+    let bound = rooms::binding(world, memory, wall);
+    let mut board = snapshot::take(world, &matches, |said| rooms::is_one_of(&bound, said));
     snapshot::note_failing(&mut board, &memory.failing_gpus(now));
 
     // 2. Join.
@@ -121,16 +58,16 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     let memo = Memo::default();
     let looking = Looking { world, board: &board, memory, selectors, memo: &memo, now };
     let mut candidates = queue::candidates(&looking, &joined.placed, joined.troubled, &mut decision);
-    let reserved = moves::on_record(world);
-    let mut rooms = moves::carry_on(&looking, &matches, &reserved, &bound, &joined.placed, wall);
+    let reserved = rooms::on_record(world);
+    let mut making = rooms::carry_on(&looking, &matches, &reserved, &bound, &joined.placed, wall);
     let mut given = BTreeSet::new();
     candidates.retain(|candidate| {
         let Candidate { pod, wanted, .. } = candidate;
-        match moves::claim(&looking, &matches, &reserved, &bound, &rooms, &given, candidate) {
+        match rooms::claim(&looking, &matches, &reserved, &bound, &making, &given, candidate) {
             Kept::Nothing => true,
             Kept::Later => false,
             Kept::Now(said, place) => {
-                rooms.given(world, memory, &reserved, said);
+                making.given(world, memory, &reserved, said);
                 if said.controller.is_some() {
                     memory.was_moved(&pod.uid, now);
                 }
@@ -140,7 +77,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
             }
         }
     });
-    let offer = moves::offer(&looking, &matches, &rooms, &candidates);
+    let offer = rooms::offer(&looking, &matches, &making, &candidates);
     // As above.
     for node in given {
         board.snapshot.nodes[node].ready = false;
@@ -164,7 +101,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
                 decision.drive.insert(troubled.key.clone());
             }
             None => {
-                rooms.settled(world, memory, &reserved, &pod.uid);
+                making.settled(world, memory, &reserved, &pod.uid);
                 commit(&board, pod, wanted, placement.node, &placement.devices, &mut changes);
             }
         }
@@ -172,11 +109,11 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     });
     for room in &plan.rooms {
         let pod = &candidates[room.place.request].pod;
-        let message = moves::reserve(&board, pod, room, &offer, wall, &mut changes);
+        let message = rooms::reserve(&board, pod, room, &offer, wall, &mut changes);
         decision.tell_placeless(pod, Sentence::waiting(pod_reason::MAKING_ROOM, message));
     }
     for pod in preempt(&board, &candidates, memory, &mut plan, &mut changes) {
-        rooms.settled(world, memory, &reserved, &pod);
+        making.settled(world, memory, &reserved, &pod);
     }
     let taken: Vec<Partition> = changes
         .added
@@ -185,7 +122,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
         .filter(|one| matches!(one.owner, Owner::Claim(_)))
         .cloned()
         .collect();
-    rooms.give_way(world, memory, &reserved, &taken);
+    making.give_way(world, memory, &reserved, &taken);
     let no_room = plan.refusals.iter().filter(|refusal| refusal.kind == RefusalKind::NoRoom);
     let to_ask = offer.to_ask(no_room.map(|refusal| refusal.request), &candidates);
     decision.quota.extend(to_ask.into_iter().cloned());
@@ -202,9 +139,9 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
         if refusal.kind == RefusalKind::NoRoom {
             memory.has_no_room(&pod.uid, now);
         }
-        let sentence = match moves::told(&board, &reserved, &rooms, pod) {
+        let sentence = match rooms::told(&board, &reserved, &making, pod) {
             Some(message) => Sentence::waiting(pod_reason::MAKING_ROOM, message),
-            None => Sentence::waiting(reason, format!("{}{}", refusal.message, moves::in_vain(memory, pod))),
+            None => Sentence::waiting(reason, format!("{}{}", refusal.message, rooms::in_vain(memory, pod))),
         };
         match instead_of {
             Some(troubled) => decision.tell_troubled(troubled),
@@ -220,7 +157,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
         let added = changes.added.remove(&name).unwrap_or_default();
         let stays = node.spec.partitions.iter().filter(|partition| match &partition.owner {
             Owner::Claim(_) => !removed.iter().any(|key| placements::owns(key, &partition.owner)),
-            Owner::Reservation(said) => rooms.stays(said),
+            Owner::Reservation(said) => making.stays(said),
             Owner::Policy(_) => false,
         });
         let stays: Vec<Partition> = stays.cloned().collect();
@@ -254,7 +191,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
             });
         }
     }
-    decision.evictions = rooms.evict;
+    decision.evictions = making.evict;
     decision.sentences = one_each(std::mem::take(&mut decision.sentences));
     decision.matches = matches;
     decision
@@ -279,11 +216,6 @@ fn one_each(sentences: Vec<(Arc<PodInfo>, Sentence)>) -> Vec<(Arc<PodInfo>, Sent
         }
     }
     each.into_values().collect()
-}
-
-/// Whether a placement's next step is one that [`super::apply`] makes by itself.
-pub fn is_driven(step: Step) -> bool {
-    !matches!(step, Step::Wait(_) | Step::RemoveEntry | Step::RestoreEntry)
 }
 
 #[cfg(test)]

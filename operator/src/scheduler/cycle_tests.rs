@@ -1,3 +1,4 @@
+use kerf_crds::GpuNode;
 use kerf_crds::gpu_node::ClaimOwner;
 use serde_json::json;
 

@@ -8,7 +8,7 @@ use kube::api::{DeleteParams, EvictParams, PostParams, Preconditions};
 use kube::runtime::events::EventType;
 
 use super::apply::{Writer, is_gone};
-use super::moves::Eviction;
+use super::rooms::Eviction;
 use super::tell::{Nominate, Sentence};
 use crate::cache::PodInfo;
 

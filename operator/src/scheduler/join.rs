@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use kerf_planner::protocol::{self, Step, next};
 
-use super::cycle::Decision;
+use super::decision::Decision;
 use super::entries::Changes;
 use super::memory::Memory;
 use super::placements;

@@ -2,17 +2,17 @@
 //!
 //! ```text
 //!  World ─▶ matching ─▶ snapshot ─▶ requests ─▶ kerf_planner::plan ─┐
-//!     └───▶ placements (join) ─▶ protocol::next ────────────────────┴▶ cycle::Decision ─▶ apply ─▶ API server
+//!     └───▶ placements (join) ─▶ protocol::next ────────────────────┴▶ Decision ─▶ apply ─▶ API server
 //! ```
 //! | file | |
 //! |---|---|
-//! | `cycle` | one cycle: the order of the things below, and what comes out |
+//! | `cycle`, `decision` | one cycle: the order of the things below; what comes out |
 //! | `snapshot` | the planner's view of the cluster |
 //! | `placements`, `join` | what is on record, seen together with claims, pods and reports; its next step |
 //! | `trouble` | places that do not work out |
 //! | `queue`, `requests`, `needs`, `filter`, `selectors` | who is planned for, and what each asks for, down to CEL |
 //! | `entries`, `preempt`, `warm` | what goes into nodes' specs: placements, also where kube-scheduler must preempt; warm instances |
-//! | `moves` | room that is made by moving others |
+//! | `rooms` | room that is made by moving others |
 //! | `tell` | what pods are told |
 //! | `apply`, `claim_writes`, `pod_writes`, `events`, `evictions`, `claims` | the writes |
 //! | `memory` | the pace |
@@ -21,19 +21,20 @@ pub mod apply;
 mod claim_writes;
 pub mod claims;
 pub mod cycle;
+pub mod decision;
 pub mod entries;
 pub mod events;
 mod evictions;
 mod filter;
 pub mod join;
 pub mod memory;
-pub mod moves;
 pub mod needs;
 pub mod placements;
 mod pod_writes;
 pub mod preempt;
 pub mod queue;
 pub mod requests;
+pub mod rooms;
 pub mod selectors;
 pub mod snapshot;
 pub mod tell;

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use kerf_crds::conditions::pod_reason;
 
-use super::cycle::{Decision, Looking};
+use super::decision::{Decision, Looking};
 use super::requests::{self, Asks, Wanted};
 use super::tell::Sentence;
 use super::trouble::{self, Troubled};

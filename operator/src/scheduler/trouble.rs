@@ -7,7 +7,7 @@ use kerf_crds::gpu_node::{self, Partition};
 use kerf_planner::nodes::{Misfit, lacking, unsuitable};
 use kerf_planner::snapshot::PodNeeds;
 
-use super::cycle::Looking;
+use super::decision::Looking;
 use super::placements::{Key, Seen};
 use super::requests::{self, Asks, Wanted};
 use super::snapshot::{self, Board};

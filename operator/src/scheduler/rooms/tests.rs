@@ -1,12 +1,19 @@
+use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use kerf_crds::gpu_node::{ClaimOwner, Owner, Partition, PodReference, Reservation};
+use kube::ResourceExt;
 use serde_json::json;
 
-use super::*;
+use super::reserve::PATIENCE;
 use crate::cache::BudgetInfo;
+use crate::cache::{PodInfo, World};
 use crate::scheduler::claims;
-use crate::scheduler::cycle::{Decision, decide};
+use crate::scheduler::cycle::decide;
+use crate::scheduler::decision::Decision;
+use crate::scheduler::memory::Memory;
 use crate::scheduler::selectors::Selectors;
+use crate::scheduler::snapshot;
 use crate::testing::{gated_pod, gpu, instance, policy, wanted, world};
 
 const WALL: i64 = 1_800_000_000;
