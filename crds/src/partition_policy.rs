@@ -55,7 +55,7 @@ pub struct PartitionPolicySpec {
     #[serde(default)]
     pub placement: PlacementStrategy,
 
-    /// How fast GPUs are reshaped.
+    /// How fast GPUs are reshaped, and who may be disturbed for it.
     #[serde(default)]
     pub reshape: ReshapePolicy,
 
@@ -215,7 +215,7 @@ pub enum PlacementStrategy {
     Spread,
 }
 
-/// How fast GPUs are reshaped. Nothing is ever disturbed for it: neither a running pod nor another client of the GPU.
+/// How fast GPUs are reshaped, and who may be disturbed for it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct ReshapePolicy {
@@ -224,6 +224,29 @@ pub struct ReshapePolicy {
     #[serde(default = "default_concurrent_gpus")]
     #[schemars(range(min = 1, max = 64))]
     pub max_concurrent_gpus_per_node: u32,
+
+    /// Pods that may be restarted when nothing but they keeps a GPU from being as the policy says, as a monitor does that
+    /// holds the GPU open while its MIG mode is to be switched. They are evicted, so disruption budgets hold. Never
+    /// restarted: a pod without a controller that makes it again, one with ResourceClaims, and Kerf's own. Empty: nobody.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32))]
+    pub restartable_clients: Vec<RestartableClients>,
+}
+
+/// Pods of one namespace, by their labels.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = ("(has(self.podSelector.matchLabels) && size(self.podSelector.matchLabels) > 0) || (has(self.podSelector.matchExpressions) && size(self.podSelector.matchExpressions) > 0)",
+        "reshape.restartableClients: an empty podSelector would be every pod of the namespace; name the labels of those that may be restarted, e.g. 'matchLabels: {app: nvidia-dcgm-exporter}'")
+)]
+pub struct RestartableClients {
+    /// Their namespace.
+    #[schemars(length(min = 1, max = 63))]
+    pub namespace: String,
+
+    /// Their labels. Must not be empty.
+    pub pod_selector: LabelSelector,
 }
 
 pub(crate) fn default_concurrent_gpus() -> u32 {
@@ -232,7 +255,7 @@ pub(crate) fn default_concurrent_gpus() -> u32 {
 
 impl Default for ReshapePolicy {
     fn default() -> Self {
-        Self { max_concurrent_gpus_per_node: default_concurrent_gpus() }
+        Self { max_concurrent_gpus_per_node: default_concurrent_gpus(), restartable_clients: Vec::new() }
     }
 }
 
