@@ -265,6 +265,10 @@ pub struct Gpu {
     /// for.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<Reason>,
+    /// Who keeps the GPU from being as `spec` wants it, where no claim does: with all of these gone, it could be. One
+    /// entry for each pod, and one for all processes that are in no pod.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub clients: Vec<Client>,
     /// The claims that the whole GPU is prepared for.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub claims: Vec<ClaimReference>,
@@ -335,6 +339,17 @@ impl Instance {
     pub fn in_use(&self) -> bool {
         !self.claims.is_empty() || self.processes > 0
     }
+}
+
+/// A client of a GPU that no claim stands for, such as a monitor that holds it open.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Client {
+    /// UID of its pod; left out where the process is in no pod, or in one that cannot be told.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod_uid: Option<String>,
+    /// Name and pid of a process of it.
+    pub process: String,
 }
 
 /// A claim that a device is prepared for.

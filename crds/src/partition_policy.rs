@@ -55,7 +55,7 @@ pub struct PartitionPolicySpec {
     #[serde(default)]
     pub placement: PlacementStrategy,
 
-    /// How fast GPUs are reshaped.
+    /// How fast GPUs are reshaped, and who may be disturbed for it.
     #[serde(default)]
     pub reshape: ReshapePolicy,
 
@@ -228,6 +228,13 @@ pub struct ReshapePolicy {
     /// Which running pods may be moved to make room for a pod that waits. Left out: none.
     #[serde(default)]
     pub moves: MovePolicy,
+
+    /// Pods that may be restarted when nothing but they keeps a GPU from being as the policy says, as a monitor does that
+    /// holds the GPU open while its MIG mode is to be switched. They are evicted, so disruption budgets hold. Never
+    /// restarted: a pod without a controller that makes it again, one with ResourceClaims, and Kerf's own. Empty: nobody.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32))]
+    pub restartable_clients: Vec<RestartableClients>,
 }
 
 /// Moving running pods: where a waiting pod has no room, but would have if a few others were elsewhere, these are evicted
@@ -258,13 +265,33 @@ impl Default for MovePolicy {
     }
 }
 
+/// Pods of one namespace, by their labels.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
+#[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = ("(has(self.podSelector.matchLabels) && size(self.podSelector.matchLabels) > 0) || (has(self.podSelector.matchExpressions) && size(self.podSelector.matchExpressions) > 0)",
+        "reshape.restartableClients: an empty podSelector would be every pod of the namespace; name the labels of those that may be restarted, e.g. 'matchLabels: {app: nvidia-dcgm-exporter}'")
+)]
+pub struct RestartableClients {
+    /// Their namespace.
+    #[schemars(length(min = 1, max = 63))]
+    pub namespace: String,
+
+    /// Their labels. Must not be empty.
+    pub pod_selector: LabelSelector,
+}
+
 pub(crate) fn default_concurrent_gpus() -> u32 {
     16
 }
 
 impl Default for ReshapePolicy {
     fn default() -> Self {
-        Self { max_concurrent_gpus_per_node: default_concurrent_gpus(), moves: MovePolicy::default() }
+        Self {
+            max_concurrent_gpus_per_node: default_concurrent_gpus(),
+            moves: MovePolicy::default(),
+            restartable_clients: Vec::new(),
+        }
     }
 }
 

@@ -3,8 +3,14 @@
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::os::fd::OwnedFd;
 use std::os::linux::fs::MetadataExt as _;
 use std::path::Path;
+
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
 
 use crate::inventory::Process;
 
@@ -30,10 +36,54 @@ pub fn holders(proc_root: &Path, gpu_minor: u32, instance: Option<u32>) -> Vec<P
         .flatten()
         .filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok())
         .filter(|pid| *pid != own && has_open(*pid, &nodes))
-        .map(|pid| Process { pid, comm: comm(pid) })
+        .map(process)
         .collect();
     holders.sort_by_key(|process| process.pid);
     holders
+}
+
+/// What `/proc` says of a process.
+pub fn process(pid: u32) -> Process {
+    let cgroups = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+    Process { pid, comm: comm(pid), pod_uid: pod_of(&cgroups) }
+}
+
+/// The UID of the pod whose cgroup is named in a `/proc/<pid>/cgroup`: kubelet names it `pod<UID>` with the cgroupfs
+/// driver, and `kubepods-burstable-pod<UID>.slice` with `_` for `-` with systemd's.
+fn pod_of(cgroups: &str) -> Option<String> {
+    cgroups.split(['/', '\n']).find_map(|name| {
+        let (_, uid) = name.strip_suffix(".slice").unwrap_or(name).rsplit_once("pod")?;
+        let uid = uid.replace('_', "-");
+        let is_uuid = uid.len() == 36 && uid.chars().all(|c| c == '-' || c.is_ascii_hexdigit());
+        is_uuid.then_some(uid)
+    })
+}
+
+/// Resolves when none of these processes is left; never where that cannot be told.
+pub async fn ended(processes: &[Process]) {
+    // All at once, so that no pid can pass on to another process while another one is waited for.
+    let running: Vec<Result<OwnedFd, Errno>> =
+        processes.iter().filter_map(|process| open(process.pid)).collect();
+    for process in running {
+        #[allow(deprecated, reason = "sound for an OwnedFd; what replaces it is unsafe")]
+        let end = process.ok().and_then(|fd| AsyncFd::with_interest(fd, Interest::READABLE).ok());
+        let ended = match &end {
+            Some(end) => end.readable().await.is_ok(),
+            None => false,
+        };
+        if !ended {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+/// A descriptor that becomes readable when the process ends; `None` if it has.
+fn open(pid: u32) -> Option<Result<OwnedFd, Errno>> {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Errno::INVAL);
+    match pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty())) {
+        Err(Errno::SRCH) => None,
+        opened => Some(opened),
+    }
 }
 
 /// Name of a process; empty if it is gone.
@@ -89,6 +139,46 @@ mod tests {
         fs::write(dir.join("ci0/access"), text(166)).unwrap();
         assert_eq!(capability_nodes(root.path(), 1, 3), BTreeSet::from([(238, 165), (238, 166)]));
         assert_eq!(capability_nodes(root.path(), 1, 4), BTreeSet::new());
+    }
+
+    #[test]
+    fn a_pod_is_known_by_its_cgroup() {
+        let pod = |cgroups| pod_of(cgroups);
+        let uid = Some("0f8fad5b-d9cb-469f-a165-70867728950e".to_owned());
+        let systemd = "0::/kubepods.slice/kubepods-burstable.slice/\
+            kubepods-burstable-pod0f8fad5b_d9cb_469f_a165_70867728950e.slice/cri-containerd-11ab.scope\n";
+        assert_eq!(pod(systemd), uid);
+        assert_eq!(pod("0::/kubepods/besteffort/pod0f8fad5b-d9cb-469f-a165-70867728950e/11ab\n"), uid);
+        // As seen from a cgroup namespace; and with the hierarchies of version 1.
+        assert_eq!(pod("0::/../../pod0f8fad5b-d9cb-469f-a165-70867728950e/11ab\n"), uid);
+        let both =
+            "5:devices:/a/kubepods/pod0f8fad5b-d9cb-469f-a165-70867728950e/1\n0::/system.slice/x.service\n";
+        assert_eq!(pod(both), uid);
+        assert_eq!(pod("0::/system.slice/nvidia-persistenced.service\n"), None);
+        assert_eq!(
+            pod("0::/kubepods/burstable/pod3b0c44298fc1c149afbf4c8996fb9242/1\n"),
+            None,
+            "a static pod"
+        );
+        assert_eq!(pod(""), None);
+    }
+
+    #[tokio::test]
+    async fn the_end_of_processes_is_noticed() {
+        let mut children: Vec<_> =
+            (0..2).map(|_| std::process::Command::new("sleep").arg("600").spawn().unwrap()).collect();
+        let processes: Vec<Process> = children.iter().map(|child| process(child.id())).collect();
+        let mut all = Box::pin(ended(&processes));
+        assert!(futures::poll!(&mut all).is_pending());
+        children[0].kill().unwrap();
+        ended(&processes[..1]).await;
+        assert!(futures::poll!(&mut all).is_pending(), "the other one goes on");
+        children[1].kill().unwrap();
+        all.await;
+        for mut child in children {
+            child.wait().unwrap();
+        }
+        ended(&processes).await;
     }
 
     #[test]

@@ -104,6 +104,8 @@ pub struct Process {
     pub pid: u32,
     /// Command name from `/proc/<pid>/comm`; empty where it cannot be read.
     pub comm: String,
+    /// UID of its pod, if it is in one.
+    pub pod_uid: Option<String>,
 }
 
 impl std::fmt::Display for Process {

@@ -13,7 +13,7 @@ use kerf_crds::GpuNodeSpec;
 use kerf_crds::gpu_node::Reason;
 use tokio::sync::{Notify, watch};
 
-use crate::inventory::{Gpu, Inventory};
+use crate::inventory::{Gpu, Inventory, Process};
 use crate::prepared::{PreparedClaims, PreparedStore};
 
 /// `GpuNode.spec` as the API server last showed it.
@@ -35,6 +35,8 @@ pub struct GpuReport {
     pub generation: Option<i64>,
     /// Why the GPU is not as the spec wants it.
     pub problem: Option<Reason>,
+    /// Who alone keeps it from that, where it is no claim.
+    pub clients: Vec<Process>,
 }
 
 /// kubelet's word on the plugin.

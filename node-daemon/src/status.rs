@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::answer::{LIMIT, within};
 use crate::backoff::Backoff;
-use crate::inventory::{Gpu, Instance, Inventory};
+use crate::inventory::{Gpu, Instance, Inventory, Process};
 use crate::node::{GpuReport, Kubelet, NodeState, SeenSpec};
 use crate::prepared::{DeviceKey, PreparedClaims, PreparedDevice, holders};
 
@@ -48,10 +48,7 @@ pub fn build(parts: Parts<'_>, before: &[Condition], now: Timestamp) -> GpuNodeS
         .gpus
         .iter()
         .zip(geometry_names)
-        .map(|(gpu, geometry)| {
-            let problem = reports.get(&gpu.uuid).and_then(|report| report.problem.clone());
-            report_gpu(gpu, geometry, problem, prepared)
-        })
+        .map(|(gpu, geometry)| report_gpu(gpu, geometry, reports.get(&gpu.uuid), prepared))
         .collect();
     let observed_generation = observed_generation(spec, inventory, reports);
     let conditions = conditions(parts, &gpus, observed_generation, before, now);
@@ -84,7 +81,7 @@ fn observed_generation(
 fn report_gpu(
     gpu: &Gpu,
     geometry: Option<String>,
-    problem: Option<Reason>,
+    report: Option<&GpuReport>,
     prepared: &PreparedClaims,
 ) -> api::Gpu {
     let of_whole = |device: &PreparedDevice| device.key.gpu == gpu.uuid && device.key.placement.is_none();
@@ -103,11 +100,22 @@ fn report_gpu(
         mig: gpu.mig,
         unmanaged: gpu.unmanaged.clone(),
         unhealthy: gpu.unhealthy.clone(),
-        problem,
+        problem: report.and_then(|report| report.problem.clone()),
+        clients: clients(report.map_or(&[], |report| &report.clients)),
         claims: claims.map(|entry| entry.claim.clone()).collect(),
         processes: gpu.processes.len() as u32,
         instances: gpu.instances.iter().map(|instance| report_instance(gpu, instance, prepared)).collect(),
     }
+}
+
+/// One for each pod, and one for all that are in none.
+fn clients(processes: &[Process]) -> Vec<api::Client> {
+    let first_of_each: BTreeMap<&Option<String>, &Process> =
+        processes.iter().rev().map(|process| (&process.pod_uid, process)).collect();
+    first_of_each
+        .into_iter()
+        .map(|(pod_uid, process)| api::Client { pod_uid: pod_uid.clone(), process: process.to_string() })
+        .collect()
 }
 
 fn report_instance(gpu: &Gpu, instance: &Instance, prepared: &PreparedClaims) -> api::Instance {

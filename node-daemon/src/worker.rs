@@ -7,14 +7,14 @@ use std::time::Duration;
 use kerf_crds::conditions::{node_reason, problem_reason, unmanaged_reason};
 use kerf_crds::gpu_node::{ClaimReference, DesiredGpu, Partition, Reason};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::backoff::Backoff;
 use crate::events::{Note, Notes};
 use crate::hardware::{self, Code, Driver, Failure, Identity, Known};
 use crate::health::Health;
 use crate::holders;
-use crate::inventory::Gpu;
+use crate::inventory::{Gpu, Process};
 use crate::node::{GpuReport, NodeState, SeenSpec};
 use crate::ours::Ours;
 use crate::pace::Pace;
@@ -26,6 +26,9 @@ const WAITING: Duration = Duration::from_secs(1);
 
 /// What blocks for less than this is not reported: a claim that has just ended still holds its slices for a moment.
 const PASSING: Duration = Duration::from_secs(5);
+
+/// Tries that follow each other because clients have ended are this far apart: some come and go all the time.
+const BETWEEN_CLIENTS: Duration = Duration::from_millis(250);
 
 /// A call that has not come back for this long is reported.
 const HANGS: Duration = Duration::from_secs(30);
@@ -64,6 +67,8 @@ struct Failed {
     again: Instant,
     code: Option<Code>,
     reason: Reason,
+    /// Who keeps it from succeeding, where that is known and it is no claim.
+    clients: Vec<Process>,
 }
 
 /// The part of the world that concerns one GPU; while it stays the same there is nothing to decide.
@@ -87,6 +92,8 @@ struct Worker {
     failed: Vec<Failed>,
     /// By what the GPU is blocked, since when, and whether that was told in an event.
     blocked: Option<(String, Instant, bool)>,
+    /// Who alone is in the way, where that is no claim.
+    clients: Vec<Process>,
     /// What the last step disturbed: barred from Prepare until everybody can see what became of it.
     condemned: Option<Condemned>,
 }
@@ -101,6 +108,7 @@ pub async fn run(context: Context, identity: Identity) -> anyhow::Result<()> {
         unseen: None,
         failed: Vec::new(),
         blocked: None,
+        clients: Vec::new(),
         condemned: None,
     };
     let mut seen_round = None;
@@ -176,10 +184,18 @@ impl Worker {
         // What fails to be tidied up is in nobody's way: the rest of the GPU is as good as before.
         let failing = self.failed.iter().find(|failed| due[..needed].contains(&failed.step));
         let problem = failing.map(|failed| failed.reason.clone());
+        self.clients = failing.map(|failed| failed.clients.clone()).unwrap_or_default();
         if let Some(reason) =
             blocked.as_ref().filter(|r| r.reason == unmanaged_reason::MODE_SWITCH_NOT_ALLOWED)
         {
             gpu.unmanaged = Some(reason.clone());
+        }
+        if problem.is_none()
+            && concern.holders.is_empty()
+            && blocked.as_ref().is_some_and(|reason| reason.reason == problem_reason::IN_USE)
+        {
+            let of_instances = gpu.instances.iter().flat_map(|instance| &instance.processes);
+            self.clients = gpu.processes.iter().chain(of_instances).cloned().collect();
         }
         self.publish(gpu);
         let now = Instant::now();
@@ -247,6 +263,7 @@ impl Worker {
     fn not_seen(&mut self, spec: Option<&SeenSpec>, failure: Failure) -> Instant {
         let news = self.unseen.as_ref() != Some(&failure);
         self.unseen = Some(failure.clone());
+        self.clients.clear();
         self.context.state.request_scan_if(news);
         if failure.call == NO_SESSION {
             // The node's trouble, not this GPU's: the next round comes when there is a driver.
@@ -304,7 +321,7 @@ impl Worker {
             let message =
                 format!("the checkpoint of instances cannot be written, so nothing is created: {error}");
             let reason = Reason { reason: problem_reason::CHECKPOINT_FAILED.into(), message };
-            self.failure(step, None, reason);
+            self.failure(step, None, reason, Vec::new());
             return None;
         }
         tracing::info!(gpu = %uuid, generation = spec.generation, "{step}");
@@ -322,6 +339,7 @@ impl Worker {
                 let message = format!("to {step} on {uuid} takes more than {} s", HANGS.as_secs());
                 tracing::warn!("{message}");
                 self.note(true, problem_reason::CALL_HANGS, "Reshape", message.clone());
+                self.clients.clear();
                 self.report(spec, Some(Reason { reason: problem_reason::CALL_HANGS.into(), message }));
                 call.await
             }
@@ -332,23 +350,25 @@ impl Worker {
                 self.failed.retain(|failed| failed.step != step);
             }
             Err(failure) => {
-                let message = self.explain(&step, &failure).await;
+                let (message, clients) = self.explain(&step, &failure).await;
                 let reason = Reason { reason: failure.code.name().into_owned(), message };
-                self.failure(step, Some(failure.code), reason);
+                self.failure(step, Some(failure.code), reason, clients);
             }
         }
         None
     }
 
-    /// What failed, on what, and, if something is in use, by whom.
-    async fn explain(&self, step: &Step, failure: &Failure) -> String {
+    /// What failed, on what, and, if something is in use, by whom; and those of them without whom it would succeed.
+    async fn explain(&self, step: &Step, failure: &Failure) -> (String, Vec<Process>) {
         let uuid = &self.identity.uuid;
         let mut message = format!("to {step} on {uuid}: {failure}");
         let instance = match step {
             Step::DestroyComputeInstance { instance, .. } | Step::DestroyGpuInstance { instance } => {
                 Some(instance.gpu_instance_id)
             }
-            Step::CreateComputeInstance { .. } | Step::Nothing | Step::Blocked(_) => return message,
+            Step::CreateComputeInstance { .. } | Step::Nothing | Step::Blocked(_) => {
+                return (message, Vec::new());
+            }
             _ => None,
         };
         if failure.code == Code::IN_USE
@@ -361,11 +381,15 @@ impl Worker {
                 true => message.push_str("; no process with it open was found"),
                 false => message.push_str(&format!("; held by {}", names.join(", "))),
             }
+            // Who has the GPU open while an instance is made may be anybody on it.
+            if step.disturbs(uuid).is_some() {
+                return (message, holders);
+            }
         }
-        message
+        (message, Vec::new())
     }
 
-    fn failure(&mut self, step: Step, code: Option<Code>, reason: Reason) {
+    fn failure(&mut self, step: Step, code: Option<Code>, reason: Reason, clients: Vec<Process>) {
         tracing::warn!(gpu = %self.identity.uuid, reason = %reason.reason, "failed {}", reason.message);
         let known = self.failed.iter_mut().find(|failed| failed.step == step);
         let news = known.as_ref().is_none_or(|known| known.reason != reason);
@@ -377,12 +401,12 @@ impl Worker {
         match known {
             Some(failed) => {
                 failed.again = Instant::now() + failed.backoff.pause();
-                (failed.code, failed.reason) = (code, reason);
+                (failed.code, failed.reason, failed.clients) = (code, reason, clients);
             }
             None => {
                 let mut backoff = Backoff::new(&self.identity.uuid);
                 let again = Instant::now() + backoff.pause();
-                self.failed.push(Failed { step, backoff, again, code, reason });
+                self.failed.push(Failed { step, backoff, again, code, reason, clients });
             }
         }
     }
@@ -394,7 +418,9 @@ impl Worker {
     fn report(&self, spec: &SeenSpec, problem: Option<Reason>) {
         self.context.state.reports.send_if_modified(|reports| {
             let report = reports.entry(self.identity.uuid.clone()).or_default();
-            let new = GpuReport { uid: spec.uid.clone(), generation: Some(spec.generation), problem };
+            let clients = if problem.is_some() { self.clients.clone() } else { Vec::new() };
+            let new =
+                GpuReport { uid: spec.uid.clone(), generation: Some(spec.generation), problem, clients };
             let changed = *report != new;
             *report = new;
             changed
@@ -407,13 +433,22 @@ impl Worker {
         self.condemned = None;
     }
 
-    /// Waits for a change of what concerns this GPU, or until then. A new generation that leaves this GPU as it is
-    /// only moves the report on.
+    /// Waits for a change of what concerns this GPU, or for the end of the last client that made a step fail (so that the
+    /// next try comes before the next client), or until then. A new generation that leaves this GPU as it is only moves
+    /// the report on.
     async fn wait(&mut self, concern: &Concern, until: Instant) {
         let mut specs = self.context.state.spec.subscribe();
         let mut prepared = self.context.state.prepared.subscribe();
         let mut rounds = self.context.rounds.clone();
         let mut verdicts = self.context.verdicts.clone();
+        let in_the_way = self.failed.iter().find(|failed| !failed.clients.is_empty());
+        let clients = in_the_way.map(|failed| failed.clients.clone()).unwrap_or_default();
+        let mut free = std::pin::pin!(async {
+            if clients.is_empty() {
+                std::future::pending::<()>().await;
+            }
+            tokio::join!(sleep(BETWEEN_CLIENTS), holders::ended(&clients));
+        });
         loop {
             // Marked as seen before they are compared, so that no change falls between.
             specs.mark_unchanged();
@@ -443,6 +478,12 @@ impl Worker {
                 _ = prepared.changed() => {}
                 changed = rounds.changed() => if changed.is_err() { std::future::pending::<()>().await },
                 changed = verdicts.changed() => if changed.is_err() { std::future::pending::<()>().await },
+                () = &mut free => {
+                    for failed in self.failed.iter_mut().filter(|failed| failed.clients == clients) {
+                        failed.again = Instant::now();
+                    }
+                    return;
+                }
                 () = sleep_until(until) => return,
             }
         }

@@ -112,7 +112,7 @@ fn running(call: &Call, handle: DeviceHandle) -> Result<Vec<Process>> {
         found.extend(held.map(|hold| listed(hold.pid, Some(gi.id), Some(ci.id))));
     }
     if target.mig.is_none() && !target.gpu.mig_current {
-        let running = clients.0.iter().filter(|client| client.whole_gpu(minor));
+        let running = clients.0.iter().filter(|client| client.computes && client.whole_gpu(minor));
         found.extend(running.map(|client| listed(client.pid, None, None)));
         let holds = call.state.holds.iter();
         let held =

@@ -9,7 +9,7 @@
 //! |---|---|
 //! | `nvidia<G>` and a compute instance's capability | running on that MIG device; listed |
 //! | capabilities of an instance, but not `nvidia<G>` | holding a handle to the instance, as a monitor does; blocks its destruction, not listed |
-//! | `nvidia<G>` and no capability of G | a client of the whole GPU; listed there if the GPU is not in MIG mode, blocks a change of MIG mode |
+//! | `nvidia<G>` and no capability of G | a client of the whole GPU; blocks a change of MIG mode. Listed there if the GPU is not in MIG mode and it has `nvidia-uvm` open too, which every program that computes opens and a monitor does not |
 //!
 //! Which node does a descriptor belong to, when several are simulated on one host? A path outside of `/dev`
 //! (`/some/root/dev/nvidia0`) belongs to the root in which the very same inode lies. A path in `/dev` was made
@@ -26,7 +26,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use crate::caps::Capability;
-use crate::tree::{CAPS_MAJOR, MAX_GPU_MINOR, NVIDIA_MAJOR};
+use crate::tree::{CAPS_MAJOR, MAX_GPU_MINOR, NVIDIA_MAJOR, UVM_MAJOR};
 
 /// One process and what it has open of the simulated driver.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -36,6 +36,8 @@ pub struct Client {
     pub gpus: BTreeSet<u32>,
     /// Capabilities that it has open.
     pub capabilities: BTreeSet<Capability>,
+    /// Whether it has `nvidia-uvm` open.
+    pub computes: bool,
 }
 
 impl Client {
@@ -128,6 +130,8 @@ fn client(root: &Path, namespace: Option<u64>, pid: u32) -> Option<Client> {
         let (major, minor) = (libc::major(meta.rdev()), libc::minor(meta.rdev()));
         if major == NVIDIA_MAJOR && minor <= MAX_GPU_MINOR {
             client.gpus.insert(minor);
+        } else if (major, minor) == (UVM_MAJOR, 0) {
+            client.computes = true;
         } else if major == CAPS_MAJOR
             && let Some(capability) = Capability::of_minor(minor)
         {
@@ -196,6 +200,7 @@ mod tests {
             pid: 7,
             gpus: gpus.iter().copied().collect(),
             capabilities: capabilities.iter().copied().collect(),
+            computes: false,
         }
     }
 

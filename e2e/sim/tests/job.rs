@@ -106,7 +106,8 @@ fn a_monitor_holds_a_handle_and_a_whole_gpu_job_the_gpu() {
     let (node, folder) = node();
     let gi = node.create_instance(0, "1g.5gb", None, true).unwrap();
     let capability = Capability::GpuInstance { gpu: 0, gi };
-    let dev = dev_of(&node, folder.path(), &["nvidia1".into(), cap(capability)]);
+    let names = ["nvidia1".into(), "nvidia-uvm".into(), cap(capability)];
+    let dev = dev_of(&node, folder.path(), &names);
 
     let monitor = Job::in_dev(&dev, &["--handle-only"]);
     let wanted = Client { pid: monitor.0.id(), capabilities: [capability].into(), ..Client::default() };
@@ -116,7 +117,13 @@ fn a_monitor_holds_a_handle_and_a_whole_gpu_job_the_gpu() {
     let whole = Job::in_dev(&dev, &[]);
     assert_eq!(whole.1["whole_gpus"], json!([1]));
     assert_eq!(whole.1["mig_devices"], json!([]), "a GPU instance alone is no device");
-    assert!(node.clients().unwrap()[0].whole_gpu(1));
+    let client = node.clients().unwrap().remove(0);
+    assert!(client.whole_gpu(1) && client.computes);
+    drop(whole);
+
+    let _monitor = Job::in_dev(&dev, &["--monitor"]);
+    let client = node.clients().unwrap().remove(0);
+    assert!(client.whole_gpu(1) && !client.computes);
 }
 
 #[test]

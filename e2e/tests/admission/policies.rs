@@ -93,6 +93,14 @@ fn what_the_schema_forbids() {
             &["spec.reshape.maxConcurrentGpusPerNode", "greater than or equal to 1"],
         ),
         (
+            json!({ "reshape": { "restartableClients": [{ "namespace": "monitoring", "podSelector": {} }] } }),
+            &["reshape.restartableClients: an empty podSelector", "name the labels"],
+        ),
+        (
+            json!({ "reshape": { "restartableClients": [{ "podSelector": { "matchLabels": { "app": "a" } } }] } }),
+            &["spec.reshape.restartableClients[0].namespace", "Required value"],
+        ),
+        (
             json!({ "health": { "taintEffect": "Evict" } }),
             &["spec.health.taintEffect", "\"NoSchedule\", \"NoExecute\""],
         ),

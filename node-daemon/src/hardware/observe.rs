@@ -9,6 +9,7 @@ use nvml_wrapper_sys::bindings::field_id;
 use super::error::{Code, Failure};
 use super::geometry::{self, Known};
 use super::raw::{Library, Named as _, ProcessKind, RawGpu, RawInstance, RawMigDevice, RawProcess};
+use crate::holders;
 use crate::inventory::{ComputeInstance, Gpu, Instance, Process};
 
 /// First architecture on which MIG mode is switched without a reset: `NVML_DEVICE_ARCH_HOPPER`.
@@ -259,14 +260,7 @@ fn processes(raw: &RawGpu<'_>) -> Result<Vec<RawProcess>, Failure> {
 }
 
 fn named<'a>(processes: impl Iterator<Item = &'a RawProcess>) -> Vec<Process> {
-    processes
-        .map(|process| Process {
-            pid: process.pid,
-            comm: std::fs::read_to_string(format!("/proc/{}/comm", process.pid))
-                .map(|comm| comm.trim_end().to_owned())
-                .unwrap_or_default(),
-        })
-        .collect()
+    processes.map(|process| holders::process(process.pid)).collect()
 }
 
 #[cfg(test)]

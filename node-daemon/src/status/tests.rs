@@ -85,7 +85,7 @@ fn built(inventory: &Inventory, reports: &BTreeMap<String, GpuReport>) -> GpuNod
 
 fn reports(gpus: &[Gpu], generations: &[Option<i64>]) -> BTreeMap<String, GpuReport> {
     let report = |(gpu, generation): (&Gpu, &Option<i64>)| {
-        (gpu.uuid.clone(), GpuReport { uid: String::new(), generation: *generation, problem: None })
+        (gpu.uuid.clone(), GpuReport { generation: *generation, ..GpuReport::default() })
     };
     gpus.iter().zip(generations).map(report).collect()
 }
@@ -119,6 +119,33 @@ fn sixteen_gpus_fully_cut_stay_small() {
     let size = serde_json::to_vec(&status).unwrap().len();
     assert!(size < 64 << 10, "{size} bytes");
     assert_eq!(status.geometries.len(), 1);
+}
+
+#[test]
+fn clients_are_one_for_each_pod_and_one_for_all_others() {
+    let gpu = full(0, &geometry("P", 1), 0);
+    let process = |pid, comm: &str, pod: Option<&str>| Process {
+        pid,
+        comm: comm.into(),
+        pod_uid: pod.map(str::to_owned),
+    };
+    let clients = vec![
+        process(5, "dcgm", Some("b")),
+        process(6, "nvidia-persiste", None),
+        process(7, "dcgm", Some("b")),
+        process(8, "", None),
+        process(9, "smi", Some("a")),
+    ];
+    let report = GpuReport { clients, ..GpuReport::default() };
+    let status = built(&inventory(vec![gpu.clone()]), &[(gpu.uuid, report)].into());
+    let clients: Vec<(Option<&str>, &str)> = status.gpus[0]
+        .clients
+        .iter()
+        .map(|client| (client.pod_uid.as_deref(), client.process.as_str()))
+        .collect();
+    let expected =
+        [(None, "nvidia-persiste (pid 6)"), (Some("a"), "smi (pid 9)"), (Some("b"), "dcgm (pid 5)")];
+    assert_eq!(clients, expected);
 }
 
 #[test]

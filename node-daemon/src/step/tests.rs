@@ -106,7 +106,7 @@ fn with(instances: Vec<Instance>) -> Gpu {
 }
 
 fn running(instance: Instance) -> Instance {
-    Instance { processes: vec![Process { pid: 7, comm: "train".into() }], ..instance }
+    Instance { processes: vec![Process { pid: 7, comm: "train".into(), ..Process::default() }], ..instance }
 }
 
 fn half(instance: Instance) -> Instance {
@@ -422,7 +422,8 @@ fn mode_is_switched_only_where_allowed_and_nobody_is_disturbed() {
     assert_eq!(step(&off(false), &[]), Step::EnableMig);
     assert_blocked(step(&off(true), &[]), unmanaged_reason::MODE_SWITCH_NOT_ALLOWED, "resets this GPU");
     assert_eq!(step_on(&off(true), &allowed, &[], &none), Step::EnableMig);
-    let busy = Gpu { processes: vec![Process { pid: 9, comm: "dcgm".into() }], ..off(false) };
+    let busy =
+        Gpu { processes: vec![Process { pid: 9, comm: "dcgm".into(), ..Process::default() }], ..off(false) };
     assert_blocked(step(&busy, &[]), problem_reason::IN_USE, "dcgm (pid 9)");
     let mut whole = prepared(&[("1g.10gb", 0)]);
     whole.get_mut("u").unwrap().devices[0].key.placement = None;

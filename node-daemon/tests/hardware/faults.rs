@@ -1,10 +1,12 @@
 //! Errors of the driver: named, retried, and gone when they are.
 
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::time::Duration;
 
 use kerf_crds::conditions::node_reason;
 use kerf_crds::gpu_node::ClaimReference;
 use kerf_node_daemon::inventory::Inventory;
+use kerf_node_daemon::node::GpuReport;
 use kerf_node_daemon::prepared::{DeviceKey, Prepared, PreparedDevice};
 use kerf_node_daemon::step::{Step, StepKind};
 use kerf_sim::{GpuSpec, NodeSpec, NvmlError, Occurrence};
@@ -103,6 +105,45 @@ async fn a_holder_that_blocks_a_destroy_is_named_and_keeps_nobody_else_waiting()
     assert!(problem.message.contains("1g.10gb at 0:1"), "{}", problem.message);
     drop(holder);
     daemon.settled(2, &[blocked, free]).await;
+}
+
+/// A process that has these nodes of the driver open: all that makes it a client.
+fn client(node: &Node, nodes: [&str; 2]) -> std::process::Child {
+    let open = |name| {
+        let mut options = std::fs::File::options();
+        options.read(true).custom_flags(libc::O_PATH);
+        options.open(node.sim.root().join("dev").join(name)).unwrap()
+    };
+    let mut command = std::process::Command::new("sleep");
+    command.arg("600").stdin(open(nodes[0])).stdout(open(nodes[1])).spawn().unwrap()
+}
+
+#[tokio::test]
+async fn clients_that_keep_the_mode_from_being_switched_are_reported_and_their_end_is_enough() {
+    let node = Node::new(NodeSpec::new("n", vec![GpuSpec::new("a100-80")]));
+    let mut program = client(&node, ["nvidia0", "nvidia-uvm"]);
+    let mut monitor = client(&node, ["nvidia0", "nvidiactl"]);
+    let daemon = node.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let wanted = claim(&gpu, "1g.10gb", 0, 1);
+    let pids = |report: &GpuReport| report.clients.iter().map(|client| client.pid).collect::<Vec<_>>();
+
+    // A program is seen before anything is tried; a monitor only when it is.
+    daemon.apply(1, &[managed(&gpu)], std::slice::from_ref(&wanted));
+    let report = daemon.report(&gpu.uuid, "InUse", |report| !report.clients.is_empty()).await;
+    assert_eq!(pids(&report), [program.id()]);
+    assert_eq!(report.problem.unwrap().reason, "InUse");
+    program.kill().unwrap();
+    program.wait().unwrap();
+    let report = daemon.report(&gpu.uuid, "IN_USE", |report| pids(report) == [monitor.id()]).await;
+    let problem = report.problem.unwrap();
+    assert_eq!(problem.reason, "IN_USE");
+    assert!(problem.message.contains("held by sleep (pid "), "{}", problem.message);
+    monitor.kill().unwrap();
+    monitor.wait().unwrap();
+    daemon.settled(1, std::slice::from_ref(&wanted)).await;
+    let report = daemon.report(&gpu.uuid, "nobody in the way", |_| true).await;
+    assert!(report.clients.is_empty());
 }
 
 #[tokio::test]

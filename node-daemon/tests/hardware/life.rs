@@ -121,11 +121,12 @@ async fn slices_pass_on_only_when_claim_and_process_are_gone() {
     let blocked = daemon.report(&gpu.uuid, "a problem", |report| report.problem.is_some()).await;
     let problem = blocked.problem.unwrap();
     assert!(problem.message.contains("claim ns/c"), "{}", problem.message);
+    assert_eq!(blocked.clients, [], "a claim is in the way, and so no client alone");
     daemon.state.prepared.remove("uid");
     let pid = format!("(pid {})", std::process::id());
     let names_only_the_process = |report: &kerf_node_daemon::node::GpuReport| {
         let message = report.problem.as_ref().map(|problem| problem.message.as_str()).unwrap_or_default();
-        message.contains(&pid) && !message.contains("ns/c")
+        message.contains(&pid) && !message.contains("ns/c") && !report.clients.is_empty()
     };
     daemon.report(&gpu.uuid, "the process alone", names_only_the_process).await;
     assert_eq!(node.layout(), ["0 1g.10gb@0"]);

@@ -13,6 +13,7 @@ use kerf_crds::profile::same;
 use kerf_crds::{GpuNode, PartitionPolicy, PartitionPolicyStatus};
 use kube::ResourceExt;
 
+use super::clients::Rounds;
 use super::desired::{LayoutProblem, Problems};
 use super::matching::{Match, Matches};
 use crate::cache::World;
@@ -24,6 +25,7 @@ pub fn all(
     world: &World,
     matches: &Matches,
     problems: &Problems,
+    rounds: &Rounds,
     memory: &Memory,
     now: Instant,
 ) -> Vec<(Arc<PartitionPolicy>, PartitionPolicyStatus)> {
@@ -43,7 +45,7 @@ pub fn all(
         .filter_map(|policy| {
             let name = policy.name_any();
             let gpus = matched.remove(&name).unwrap_or_default();
-            let status = of(policy, &gpus, problems.get(&name).map_or(&[], Vec::as_slice));
+            let status = of(policy, &gpus, problems.get(&name).map_or(&[], Vec::as_slice), rounds);
             let due = match &policy.status {
                 Some(old) if *old == status => false,
                 Some(old) if old.conditions == status.conditions => memory.may_write_counts(&name, now),
@@ -66,6 +68,7 @@ fn of(
     policy: &PartitionPolicy,
     gpus: &[Matched<'_>],
     problems: &[(String, LayoutProblem)],
+    rounds: &Rounds,
 ) -> PartitionPolicyStatus {
     let generation = policy.metadata.generation;
     let nodes: BTreeSet<String> = gpus.iter().map(|gpu| gpu.node.name_any()).collect();
@@ -119,7 +122,7 @@ fn of(
         );
         condition(old, kind::CONFLICT, true, reason::SHARED_GPU, message, generation)
     };
-    let (ready, why, message) = readiness(policy, gpus, problems, shared);
+    let (ready, why, message) = readiness(policy, gpus, problems, rounds, shared);
     PartitionPolicyStatus {
         observed_generation: generation,
         nodes: nodes.len() as u32,
@@ -141,6 +144,7 @@ fn readiness(
     policy: &PartitionPolicy,
     gpus: &[Matched<'_>],
     problems: &[(String, LayoutProblem)],
+    rounds: &Rounds,
     shared: usize,
 ) -> (bool, &'static str, String) {
     if gpus.is_empty() {
@@ -182,12 +186,10 @@ fn readiness(
         })
         .collect();
     if let Some((first, why)) = stuck.first() {
-        let message = format!(
-            "node {}, GPU {}: {why}{}",
-            first.node.name_any(),
-            first.gpu.index,
-            and_more(stuck.len())
-        );
+        let node = first.node.name_any();
+        let remark =
+            rounds.remark(policy, &node, first.gpu).map_or_else(String::new, |said| format!("; {said}"));
+        let message = format!("node {node}, GPU {}: {why}{remark}{}", first.gpu.index, and_more(stuck.len()));
         return (false, reason::BLOCKED, message);
     }
     let behind: BTreeSet<String> =

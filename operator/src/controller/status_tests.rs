@@ -10,7 +10,7 @@ fn written(
     memory: &Memory,
     now: Instant,
 ) -> Vec<(Arc<PartitionPolicy>, PartitionPolicyStatus)> {
-    all(world, &matching::matches(world), problems, memory, now)
+    all(world, &matching::matches(world), problems, &Rounds::default(), memory, now)
 }
 
 fn said(world: &World, problems: &Problems) -> PartitionPolicyStatus {

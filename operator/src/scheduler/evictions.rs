@@ -35,7 +35,7 @@ impl Writer {
             self.memory.failed(&pod.uid, pod_reason::BAD_CLAIM, "bound away".into(), Instant::now());
             return;
         }
-        match self.evict(pod).await {
+        match self.evict(&pod.namespace, &pod.name, &pod.uid).await {
             Ok(()) => {
                 tracing::info!(pod = pod.id(), node, "evicted: bound away from its partition");
                 self.event(&live, EventType::Warning, "Evicted", &format!("evicted: it {message}")).await;
@@ -49,7 +49,7 @@ impl Writer {
     pub(super) async fn move_away(&self, eviction: &Eviction) {
         let Eviction { pod, room_for, to } = eviction;
         let room_for = format!("{}/{}", room_for.namespace, room_for.name);
-        match self.evict(pod).await {
+        match self.evict(&pod.namespace, &pod.name, &pod.uid).await {
             Ok(()) => {
                 tracing::info!(pod = pod.id(), room_for, to, "evicted: it is moved");
                 self.memory.evicted(&pod.uid);
@@ -68,14 +68,15 @@ impl Writer {
         }
     }
 
-    async fn evict(&self, pod: &PodInfo) -> kube::Result<()> {
+    /// Evicts the pod of this UID.
+    pub(crate) async fn evict(&self, namespace: &str, name: &str, uid: &str) -> kube::Result<()> {
         let parameters = EvictParams {
             delete_options: Some(DeleteParams {
-                preconditions: Some(Preconditions { uid: Some(pod.uid.clone()), resource_version: None }),
+                preconditions: Some(Preconditions { uid: Some(uid.to_owned()), resource_version: None }),
                 ..DeleteParams::default()
             }),
             post_options: PostParams::default(),
         };
-        self.pods(&pod.namespace).evict(&pod.name, &parameters).await.map(|_| ())
+        self.pods(namespace).evict(name, &parameters).await.map(drop)
     }
 }

@@ -62,6 +62,7 @@ const IDLE: Duration = Duration::from_secs(10);
 /// Runs cycles until `stop` resolves. Does nothing while another leads.
 pub async fn run(writer: Writer, stop: impl Future<Output = ()>) {
     let selectors = Selectors::default();
+    let rounds = controller::clients::Rounds::default();
     let mut stop = std::pin::pin!(stop);
     let mut pause = IDLE;
     let mut led_since = None;
@@ -82,7 +83,7 @@ pub async fn run(writer: Writer, stop: impl Future<Output = ()>) {
             pause = rest;
             continue;
         }
-        let (decision, policies, classes) = {
+        let (decision, clients, policies, classes) = {
             let world = writer.cache.read();
             if !world.synced() {
                 pause = IDLE;
@@ -95,15 +96,17 @@ pub async fn run(writer: Writer, stop: impl Future<Output = ()>) {
             let claims: HashSet<&str> = world.claims.iter().map(|claim| claim.uid()).collect();
             writer.memory.prune(|uid| pods.contains(uid), |uid| claims.contains(uid));
             let (matches, problems) = (&decision.matches, &decision.problems);
-            let policies = controller::status::all(&world, matches, problems, &writer.memory, began);
+            let clients = controller::clients::due(&world, matches, &rounds, began);
+            let policies = controller::status::all(&world, matches, problems, &rounds, &writer.memory, began);
             let classes = controller::classes::missing(&world);
-            (decision, policies, classes)
+            (decision, clients, policies, classes)
         };
         tracing::debug!(took = ?began.elapsed(), nodes = decision.specs.len(), drive = decision.drive.len(), "cycle");
         futures::join!(
             writer.apply(&decision),
             controller::write::classes(&writer, classes),
             controller::write::policies(&writer, policies),
+            controller::clients::restart(&writer, &rounds, clients),
         );
         let next = writer.memory.next_moment(Instant::now());
         pause = next.map_or(IDLE, |at| at.saturating_duration_since(Instant::now())).min(IDLE);

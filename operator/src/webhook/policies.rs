@@ -45,6 +45,10 @@ impl Verdict {
 pub fn validate(spec: &PartitionPolicySpec, nodes: &[Arc<GpuNode>]) -> Verdict {
     let mut verdict = Verdict::default();
     verdict.denials.extend(selector::check(&spec.node_selector, "spec.nodeSelector"));
+    for (index, clients) in spec.reshape.restartable_clients.iter().enumerate() {
+        let path = format!("spec.reshape.restartableClients[{index}].podSelector");
+        verdict.denials.extend(selector::check(&clients.pod_selector, &path));
+    }
     forbidden_profiles(&spec.mig, &mut verdict.denials);
     let models = Models::of(spec, nodes);
     models.check_profiles(&spec.mig, &mut verdict);

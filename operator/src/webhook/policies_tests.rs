@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kerf_crds::{
     gpu_node::{Gpu, GpuNodeStatus, Profile},
-    partition_policy::WarmInstances,
+    partition_policy::{RestartableClients, WarmInstances},
     pattern::Pattern,
 };
 
@@ -166,11 +166,19 @@ fn a_pattern_that_matches_nothing_yet_is_a_warning() {
 }
 
 #[test]
-fn the_node_selector_is_checked() {
+fn selectors_are_checked() {
     let bad = LabelSelector {
         match_labels: Some(BTreeMap::from([("a b".to_owned(), "x".to_owned())])),
         match_expressions: None,
     };
-    let spec = PartitionPolicySpec { node_selector: bad, ..PartitionPolicySpec::default() };
-    assert_eq!(fields(&validate(&spec, &[])), ["spec.nodeSelector.matchLabels[a b]"]);
+    let mut spec = PartitionPolicySpec { node_selector: bad.clone(), ..PartitionPolicySpec::default() };
+    spec.reshape.restartable_clients =
+        vec![RestartableClients { namespace: "monitoring".to_owned(), pod_selector: bad }];
+    assert_eq!(
+        fields(&validate(&spec, &[])),
+        [
+            "spec.nodeSelector.matchLabels[a b]",
+            "spec.reshape.restartableClients[0].podSelector.matchLabels[a b]"
+        ]
+    );
 }

@@ -129,8 +129,13 @@ expect(NVML_ERROR_NOT_SUPPORTED, nvmlDeviceSetComputeMode, mig, NVML_COMPUTEMODE
 nvmlDeviceSetComputeMode(no_mig, NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
 assert nvmlDeviceGetComputeMode(no_mig) == NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
 
-# INSUFFICIENT_SIZE: more processes than the caller has room for.
+# Who has a GPU open without nvidia-uvm is a monitor, which no list shows.
 with Client(f"{ROOT}/dev/nvidia2"):
+    time.sleep(0.1)  # a list of processes may be 50 ms old
+    assert nvmlDeviceGetComputeRunningProcesses(no_mig) == []
+
+# INSUFFICIENT_SIZE: more processes than the caller has room for.
+with Client(f"{ROOT}/dev/nvidia2", f"{ROOT}/dev/nvidia-uvm"):
     time.sleep(0.1)  # a list of processes may be 50 ms old
     count = ctypes.c_uint(0)
     result = raw("nvmlDeviceGetComputeRunningProcesses_v3", no_mig, ctypes.byref(count), None)

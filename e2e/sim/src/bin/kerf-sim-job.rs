@@ -29,6 +29,9 @@ struct Args {
     /// Opens only the capability nodes of instances, not the GPU: a monitor with a handle, not a program.
     #[arg(long)]
     handle_only: bool,
+    /// Opens only the GPUs, neither `nvidia-uvm` nor capabilities: a monitor of whole GPUs, not a program.
+    #[arg(long, conflicts_with = "handle_only")]
+    monitor: bool,
     /// Runs without a GPU instead of exiting with status 3.
     #[arg(long)]
     allow_none: bool,
@@ -123,6 +126,7 @@ fn run(args: &Args) -> Result<ExitCode, String> {
     let _open: Vec<File> = nodes
         .iter()
         .filter(|node| !args.handle_only || node.major == CAPS_MAJOR)
+        .filter(|node| !args.monitor || node.major == NVIDIA_MAJOR)
         .map(open)
         .collect::<Result<_, _>>()?;
     println!("{line}");

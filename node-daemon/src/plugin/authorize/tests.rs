@@ -236,7 +236,10 @@ fn everything_else_is_refused_with_the_reason() {
         ),
         (
             "a process of somebody",
-            |c| c.instance().processes = vec![Process { pid: 77, comm: "python".into() }],
+            |c| {
+                c.instance().processes =
+                    vec![Process { pid: 77, comm: "python".into(), ..Process::default() }]
+            },
             true,
             &["still used by python (pid 77)"],
         ),
