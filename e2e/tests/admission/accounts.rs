@@ -168,7 +168,9 @@ fn a_daemon_writes_only_its_own_gpu_node() {
         daemon(kerf, Some(other)).await?;
         kerf.gpu_nodes().create(&post, &gpu_node(other, json!({}))?).await?;
 
-        let filled = json!({ "partitions": [{ "gpu": "GPU-0", "owner": { "reservation": { "holder": "a/b", "expires": "2030-01-01T00:00:00Z" } } }] });
+        let pod = json!({ "namespace": "a", "name": "b", "uid": "c" });
+        let owner = json!({ "reservation": { "pod": pod, "expires": "2030-01-01T00:00:00Z" } });
+        let filled = json!({ "partitions": [{ "gpu": "GPU-0", "owner": owner }] });
         forbidden("a GpuNode with a spec", nodes.create(&post, &gpu_node(own, filled)?).await, "empty spec")?;
         let another = gpu_node("account-third", json!({}))?;
         forbidden(
