@@ -93,7 +93,7 @@ pub fn without_moves(mixes: &[Mix], loads: &[f64], seeds: &[u64], number: usize)
             }
             let mean = |values: &[f64]| numbers::mean(values).0;
             let best = rivals.iter().max_by(|a, b| mean(a).total_cmp(&mean(b))).cloned().unwrap_or_default();
-            let ahead: Vec<f64> = kerf.iter().zip(&best).map(|(kerf, best)| kerf - best).collect();
+            let ahead = numbers::differences(&kerf, &best);
             _ = write!(table, "\n| {} {load} |", mix.name);
             for rival in &rivals {
                 _ = write!(table, " {:.2} |", mean(rival));
@@ -106,28 +106,30 @@ pub fn without_moves(mixes: &[Mix], loads: &[f64], seeds: &[u64], number: usize)
     table
 }
 
-/// Accepted work with moves, by their number and by the share of jobs that may be moved: a table.
+/// Accepted work with moves, by their number and by the share of jobs that may be moved: a table. What the moves gain is
+/// worked out by seed, the same jobs without moves beside those with them.
 pub fn with_moves(mixes: &[Mix], seeds: &[u64], number: usize) -> String {
     let snapshot = fleet::online(GPUS);
     let mut table =
-        "| mix, load 1 | at most | movable | accepted work | moves in 100 arrivals | pooled − accepted |"
+        "| mix, load 1 | at most | movable | accepted work | gained by moves | moves in 100 arrivals | \
+        pooled − accepted |"
             .to_owned();
     for name in PROFILES {
         _ = write!(table, " {name} |");
     }
     table += "\n|---|";
-    table += &"---|".repeat(5 + PROFILES.len());
+    table += &"---|".repeat(6 + PROFILES.len());
+    let mean = |values: &[f64]| numbers::mean(values).0;
     for mix in mixes {
         let all: Vec<Vec<Job>> = seeds.iter().map(|&seed| jobs(mix, 1.0, GPUS, number, seed)).collect();
         let bound: Vec<f64> = all.iter().map(|jobs| pooled(jobs)).collect();
+        let mut without = Vec::new();
         for (moves, share) in [(0, 1.0), (1, 1.0), (2, 1.0), (4, 1.0), (2, 0.5), (2, 0.2)] {
-            let (mut work, mut gap, mut moved) = (Vec::new(), Vec::new(), Vec::new());
-            let mut by_profile = [0.0; 6];
-            for (jobs, bound) in all.iter().zip(&bound) {
+            let (mut work, mut moved, mut by_profile) = (Vec::new(), Vec::new(), [0.0; 6]);
+            for jobs in &all {
                 let mut engine = Engine::new(&snapshot, Moving { moves, share });
                 let result = run(&mut engine, jobs);
                 work.push(result.work);
-                gap.push(bound - result.work);
                 let moves =
                     engine.with_moves.iter().enumerate().map(|(n, times)| n as u64 * times).sum::<u64>();
                 moved.push(100.0 * moves as f64 / jobs.len() as f64);
@@ -135,14 +137,20 @@ pub fn with_moves(mixes: &[Mix], seeds: &[u64], number: usize) -> String {
                     *sum += share / all.len() as f64;
                 }
             }
-            let share = format!("{:.0} %", 100.0 * share);
-            let moved = numbers::mean(&moved).0;
+            let movable = if moves == 0 { "–".to_owned() } else { format!("{:.0} %", 100.0 * share) };
+            let gained = if moves == 0 {
+                without.clone_from(&work);
+                "–".to_owned()
+            } else {
+                numbers::text(&numbers::differences(&work, &without))
+            };
             _ = write!(
                 table,
-                "\n| {} | {moves} | {share} | {} | {moved:.1} | {} |",
+                "\n| {} | {moves} | {movable} | {:.2} | {gained} | {:.1} | {} |",
                 mix.name,
-                numbers::text(&work),
-                numbers::text(&gap)
+                mean(&work),
+                mean(&moved),
+                numbers::text(&numbers::differences(&bound, &work)),
             );
             for share in by_profile {
                 _ = write!(table, " {share:.1} |");
