@@ -2,7 +2,10 @@
 
 use anyhow::Result;
 use clap::Parser;
-use kerf_planner_bench::{fleet, online, speed, workload};
+use kerf_planner_bench::online::{GPUS, NODES};
+use kerf_planner_bench::rivals::Rule;
+use kerf_planner_bench::workload::{LOADS, one_model, three_models};
+use kerf_planner_bench::{fleet, online, speed};
 
 /// Measure the decision engine beside other policies and bounds, and print the tables of docs/benchmarks.md
 #[derive(Parser)]
@@ -16,7 +19,7 @@ struct Arguments {
     /// First seed
     #[arg(long, default_value_t = 1)]
     first_seed: u64,
-    /// Print only this table: online, moves or speed
+    /// Print only this table: online, mixed, moves or speed
     #[arg(long)]
     table: Option<String>,
 }
@@ -25,11 +28,15 @@ fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let seeds: Vec<u64> = (arguments.first_seed..).take(arguments.seeds as usize).collect();
     let wanted = |table: &str| arguments.table.as_deref().is_none_or(|only| only == table);
+    let jobs = arguments.jobs;
     if wanted("online") {
-        println!("{}", online::without_moves(&workload::MIXES, &workload::LOADS, &seeds, arguments.jobs));
+        println!("{}", online::without_moves(&one_model(GPUS), &Rule::ON_ONE_MODEL, &LOADS, &seeds, jobs));
+    }
+    if wanted("mixed") {
+        println!("{}", online::without_moves(&three_models(NODES)?, &Rule::ALL, &LOADS, &seeds, jobs));
     }
     if wanted("moves") {
-        println!("{}", online::with_moves(&workload::MIXES, &seeds, arguments.jobs));
+        println!("{}", online::with_moves(&one_model(GPUS), &seeds, jobs));
     }
     if wanted("speed") {
         println!("{}", speed::table(&[125, 1_250, 12_500], &fleet::mixed()?));
