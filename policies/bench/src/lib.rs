@@ -8,9 +8,11 @@
 //! | [`bounds`] | what no policy can exceed |
 //! | [`engine`] | Kerf's engine, without and with moves |
 //! | [`online`] | the loss system that both are run in, and its tables |
+//! | [`cycle`] | time of one planning cycle |
 //! | [`speed`] | decisions per second |
 //! | [`numbers`] | means and confidence intervals over paired seeds |
 pub mod bounds;
+pub mod cycle;
 pub mod engine;
 pub mod fleet;
 pub mod numbers;
