@@ -1,11 +1,11 @@
 //! What no policy can exceed: what fits on one GPU, counted, and linear programs over it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use anyhow::Result;
-use kerf_planner::occupancy::Occupancy;
+use kerf_planner::occupancy::{Occupancy, Slices};
 use kerf_planner::snapshot::{Geometry, ProfileIndex, Request, Snapshot};
-use microlp::{ComparisonOp, OptimizationDirection, Problem};
+use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
 
 /// All GPUs in one piece: a job takes its price and finds a place wherever that is left.
 #[derive(Clone, Debug)]
@@ -50,6 +50,43 @@ pub fn pool(snapshot: &Snapshot, weights: &[f64]) -> Result<Pool> {
     let solution = problem.solve()?.into_solution().map_err(|_| anyhow::anyhow!("no prices found"))?;
     let price = |&variable| (solution.var_value(variable) / solution.objective() * CAPACITY).round() as u64;
     Ok(Pool { prices: prices.iter().map(price).collect(), capacity: CAPACITY as u64 })
+}
+
+/// The most work that so many of each profile can do on these GPUs, whoever is placed: an integer program over what still
+/// fits on a GPU, solved exactly.
+pub fn most_work(geometry: &Geometry, taken: &[Occupancy], demand: &[u32], work: &[u64]) -> Result<u64> {
+    let mut alike: BTreeMap<(Slices, &[u32]), (&Occupancy, u32)> = BTreeMap::new();
+    for gpu in taken {
+        alike.entry((gpu.slices, &gpu.counts)).or_insert((gpu, 0)).1 += 1;
+    }
+    let asked: Vec<ProfileIndex> = (0..demand.len()).filter(|&profile| demand[profile] > 0).collect();
+    // GPUs on which the same can be added are one kind, too.
+    let mut kinds: BTreeMap<BTreeSet<Vec<u32>>, u32> = BTreeMap::new();
+    for (gpu, number) in alike.into_values() {
+        *kinds.entry(fullest(geometry, &asked, gpu)).or_default() += number;
+    }
+    let mut problem = Problem::new(OptimizationDirection::Maximize);
+    let placed: Vec<Variable> = asked
+        .iter()
+        .map(|&profile| problem.add_integer_var(work[profile] as f64, (0, demand[profile] as i32)))
+        .collect();
+    let mut room: Vec<Vec<(Variable, f64)>> = placed.iter().map(|&placed| vec![(placed, -1.0)]).collect();
+    for (layouts, number) in kinds {
+        let mut gpus = Vec::new();
+        for layout in layouts {
+            let times = problem.add_integer_var(0.0, (0, number as i32));
+            gpus.push((times, 1.0));
+            for (room, count) in room.iter_mut().zip(layout) {
+                room.push((times, f64::from(count)));
+            }
+        }
+        problem.add_constraint(&gpus[..], ComparisonOp::Le, number.into());
+    }
+    for room in room {
+        problem.add_constraint(&room[..], ComparisonOp::Ge, 0.0);
+    }
+    let solution = problem.solve()?.into_solution().map_err(|_| anyhow::anyhow!("no optimum found"))?;
+    Ok(solution.objective().round() as u64)
 }
 
 /// The smallest profile that will do for a request of one device on a GPU of the geometry.

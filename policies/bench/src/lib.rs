@@ -8,6 +8,7 @@
 //! | [`bounds`] | what no policy can exceed |
 //! | [`engine`] | Kerf's engine, without and with moves |
 //! | [`online`] | the loss system that both are run in, and its tables |
+//! | [`offline`] | queues planned at once, beside the optimum |
 //! | [`cycle`] | time of one planning cycle |
 //! | [`speed`] | decisions per second |
 //! | [`numbers`] | means and confidence intervals over paired seeds |
@@ -16,6 +17,7 @@ pub mod cycle;
 pub mod engine;
 pub mod fleet;
 pub mod numbers;
+pub mod offline;
 pub mod online;
 pub mod rivals;
 pub mod speed;

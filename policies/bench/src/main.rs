@@ -5,7 +5,7 @@ use clap::Parser;
 use kerf_planner_bench::online::{GPUS, NODES};
 use kerf_planner_bench::rivals::Rule;
 use kerf_planner_bench::workload::{LOADS, one_model, three_models};
-use kerf_planner_bench::{cycle, fleet, online, speed};
+use kerf_planner_bench::{cycle, fleet, offline, online, speed};
 
 /// Measure the decision engine beside other policies and bounds, and print the tables of docs/benchmarks.md
 #[derive(Parser)]
@@ -19,7 +19,7 @@ struct Arguments {
     /// First seed
     #[arg(long, default_value_t = 1)]
     first_seed: u64,
-    /// Print only this table: online, mixed, moves, cycle or speed
+    /// Print only this table: online, mixed, moves, offline, cycle or speed
     #[arg(long)]
     table: Option<String>,
 }
@@ -37,6 +37,9 @@ fn main() -> Result<()> {
     }
     if wanted("moves") {
         println!("{}", online::with_moves(&one_model(GPUS), &seeds, jobs));
+    }
+    if wanted("offline") {
+        println!("{}", offline::table(&one_model(offline::GPUS), &[0.0, 0.5], &seeds)?);
     }
     if wanted("cycle") {
         println!("{}", cycle::table(&cycle::SIZES)?);
