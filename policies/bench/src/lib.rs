@@ -11,6 +11,7 @@
 //! | [`offline`] | queues planned at once, beside the optimum |
 //! | [`cycle`] | time of one planning cycle |
 //! | [`speed`] | decisions per second |
+//! | [`plot`] | charts |
 //! | [`numbers`] | means and confidence intervals over paired seeds |
 pub mod bounds;
 pub mod cycle;
@@ -19,6 +20,7 @@ pub mod fleet;
 pub mod numbers;
 pub mod offline;
 pub mod online;
+pub mod plot;
 pub mod rivals;
 pub mod speed;
 pub mod workload;

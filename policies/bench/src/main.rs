@@ -1,6 +1,8 @@
 //! Prints the tables of docs/benchmarks.md on the decision engine: `cargo xtask bench engine`.
 
-use anyhow::Result;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
 use clap::Parser;
 use kerf_planner_bench::online::{GPUS, NODES};
 use kerf_planner_bench::rivals::Rule;
@@ -22,11 +24,17 @@ struct Arguments {
     /// Print only this table: online, mixed, moves, offline, cycle or speed
     #[arg(long)]
     table: Option<String>,
+    /// Draw the charts into this folder instead
+    #[arg(long)]
+    charts: Option<PathBuf>,
 }
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let seeds: Vec<u64> = (arguments.first_seed..).take(arguments.seeds as usize).collect();
+    if let Some(folder) = arguments.charts {
+        return charts(&folder, &seeds, arguments.jobs);
+    }
     let wanted = |table: &str| arguments.table.as_deref().is_none_or(|only| only == table);
     let jobs = arguments.jobs;
     if wanted("online") {
@@ -46,6 +54,18 @@ fn main() -> Result<()> {
     }
     if wanted("speed") {
         println!("{}", speed::table(&[125, 1_250, 12_500], &fleet::mixed()?));
+    }
+    Ok(())
+}
+
+fn charts(folder: &Path, seeds: &[u64], jobs: usize) -> Result<()> {
+    let one = [Rule::BestFitBestStart, Rule::Hami, Rule::BestFit, Rule::FirstFit, Rule::Spread];
+    let three = [Rule::LeastGiven, Rule::FirstFit, Rule::BestFitBestStart, Rule::Hami, Rule::Spread];
+    let on_one = online::chart(&one_model(GPUS), "One model, uniform mix", &one, seeds, jobs);
+    let on_three = online::chart(&three_models(NODES)?, "Three models, uniform mix", &three, seeds, jobs);
+    for (name, chart) in [("accepted-one-model.svg", on_one), ("accepted-three-models.svg", on_three)] {
+        let path = folder.join(name);
+        std::fs::write(&path, chart).with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(())
 }

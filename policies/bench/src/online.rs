@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 
 use crate::engine::{Engine, Moving};
 use crate::numbers;
+use crate::plot::Chart;
 use crate::rivals::{Pooled, Rival, Rule};
 use crate::workload::{Job, Mix, Setting, jobs};
 
@@ -115,6 +116,29 @@ pub fn without_moves(
         }
     }
     table
+}
+
+/// Accepted work against load, by policy, for the setting's first mix: a chart.
+pub fn chart(setting: &Setting, title: &str, rules: &[Rule], seeds: &[u64], number: usize) -> String {
+    let (mix, work) = (&setting.mixes[0], &setting.work);
+    let loads: Vec<f64> = (6..=14).map(|tenth| f64::from(tenth) / 10.0).collect();
+    let all: Vec<Vec<Vec<Job>>> =
+        loads.iter().map(|&load| seeds.iter().map(|&seed| jobs(mix, load, number, seed)).collect()).collect();
+    let line = |of: &dyn Fn(&[Job]) -> f64| -> Vec<(f64, f64)> {
+        let mean = |runs: &Vec<Vec<Job>>| runs.iter().map(|jobs| of(jobs)).sum::<f64>() / runs.len() as f64;
+        loads.iter().copied().zip(all.iter().map(mean)).collect()
+    };
+    let mut lines = vec![("one pooled server".to_owned(), line(&|jobs| pooled(mix, jobs, work)))];
+    let kerf = |jobs: &[Job]| {
+        run(&mut Engine::new(&setting.snapshot, Moving { moves: 0, share: 0.0 }), jobs, work).work
+    };
+    lines.push(("Kerf".to_owned(), line(&kerf)));
+    for &rule in rules {
+        let rival = |jobs: &[Job]| run(&mut Rival::new(rule, &setting.snapshot), jobs, work).work;
+        lines.push((rule.name().to_owned(), line(&rival)));
+    }
+    let ticks = [loads.clone(), (4..=10).map(|ten| f64::from(10 * ten)).collect()];
+    Chart { title, axes: ["load", "accepted work, %"], ticks, lines }.svg()
 }
 
 /// Accepted work with moves, by their number and by the share of jobs that may be moved: a table. What the moves gain is
