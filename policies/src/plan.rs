@@ -64,6 +64,8 @@ pub struct Refusal {
 pub enum NoMoves {
     /// No moves that are allowed make room.
     Useless,
+    /// None now; some pods may be moved only for a request that has waited for longer.
+    TooEarly,
     /// None were found within a set amount of work, or not everything was tried.
     NotFound,
 }

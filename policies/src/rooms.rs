@@ -36,8 +36,6 @@ pub fn make(fleet: &mut Fleet<'_>, plan: &mut Plan) {
                 plan.rooms.push(room);
                 return;
             }
-            // It may be otherwise once it has waited for longer.
-            Err(_) if snapshot.movable.iter().any(|pod| pod.after_seconds > waited) => {}
             Err(why) => {
                 looked_for.insert(kind, why);
                 plan.refusals[index].moves = Some(why);
@@ -51,7 +49,10 @@ fn search(fleet: &mut Fleet<'_>, index: usize, request: &Request, waited: u64) -
     let may = |pod: &Movable| pod.request.priority <= request.priority && pod.after_seconds <= waited;
     let movable = || snapshot.movable.iter().enumerate().filter(|(_, pod)| may(pod));
     let limits: BTreeSet<u32> = movable().map(|(_, pod)| pod.most_moves).filter(|&most| most > 0).collect();
-    let mut outcome = NoMoves::Useless;
+    // Those who may not be moved yet do not count, and those who never may for this one.
+    let later = |pod: &Movable| pod.request.priority <= request.priority && pod.after_seconds > waited;
+    let too_early = snapshot.movable.iter().any(later);
+    let mut outcome = if too_early { NoMoves::TooEarly } else { NoMoves::Useless };
     for most in limits {
         let mut tenants = Tenants::under(&snapshot.budgets);
         // By number of the tenant: whose it is.

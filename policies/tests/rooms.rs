@@ -141,6 +141,9 @@ fn a_refusal_says_whether_moves_were_looked_for() {
         plan.refusals.iter().map(|refusal| refusal.moves).collect::<Vec<_>>(),
         [Some(NoMoves::Useless); 2]
     );
+    snapshot.movable[0].request.priority = 0;
+    snapshot.movable[0].after_seconds = 31;
+    assert_eq!(legal(&snapshot).refusals[0].moves, Some(NoMoves::TooEarly));
     snapshot.requests[0].waited_seconds = None;
     snapshot.requests.truncate(1);
     assert_eq!(legal(&snapshot).refusals[0].moves, None);
@@ -207,5 +210,5 @@ fn rooms_are_legal() {
         found += plan.rooms.len();
     }
     // Else it would prove nothing.
-    assert!(found > 20, "{found}");
+    assert!(found > 10, "{found}");
 }

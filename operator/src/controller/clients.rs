@@ -26,8 +26,11 @@ use crate::cache::World;
 use crate::scheduler::apply::{PATIENCE, Writer};
 use crate::scheduler::snapshot::follows;
 
-/// How soon a node is looked at again where nobody could be evicted: pods and their labels change.
+/// How soon a node is looked at again where nobody could be evicted, since pods and their labels change; doubled while
+/// nothing does.
 const LOOK: Duration = Duration::from_secs(10);
+/// Longest time between two looks.
+const LONGEST_LOOK: Duration = Duration::from_secs(300);
 /// Pause of a node after its first round of evictions; doubled each time.
 const FIRST_PAUSE: Duration = Duration::from_secs(60);
 /// Longest pause. A node without a round for as long after it begins anew.
@@ -41,11 +44,17 @@ pub struct Rounds(Mutex<HashMap<String, Round>>);
 
 #[derive(Debug)]
 struct Round {
-    /// How many have evicted somebody, or tried.
+    /// How many in succession have evicted somebody, or tried.
     times: u32,
+    /// How many looks in succession have found the same, and nobody to evict.
+    looks: u32,
     until: Instant,
     /// By GPU.
     said: BTreeMap<String, String>,
+}
+
+fn doubled(first: Duration, times: u32, longest: Duration) -> Duration {
+    first.saturating_mul(1u32.checked_shl(times).unwrap_or(u32::MAX)).min(longest)
 }
 
 impl Rounds {
@@ -61,21 +70,29 @@ impl Rounds {
     fn begin(&self, node: &str, now: Instant) {
         let mut rounds = self.lock();
         rounds.retain(|_, round| round.until + LONGEST_PAUSE > now);
-        let said = BTreeMap::new();
-        let round = rounds.entry(node.to_owned()).or_insert(Round { times: 0, until: now, said });
+        let new = || Round { times: 0, looks: 0, until: now, said: BTreeMap::new() };
+        let round = rounds.entry(node.to_owned()).or_insert_with(new);
         round.until = now + LOOK;
     }
 
-    /// Notes what came of it.
-    fn end(&self, node: &str, evicts: bool, said: BTreeMap<String, String>, now: Instant) {
-        if let Some(round) = self.lock().get_mut(node) {
-            if evicts {
-                let factor = 1u32.checked_shl(round.times).unwrap_or(u32::MAX);
-                round.until = now + FIRST_PAUSE.saturating_mul(factor).min(LONGEST_PAUSE);
-                round.times += 1;
+    /// Notes what came of it; answers whether there is anything new to say.
+    fn end(&self, node: &str, evicts: bool, said: BTreeMap<String, String>, now: Instant) -> bool {
+        let mut rounds = self.lock();
+        let Some(round) = rounds.get_mut(node) else { return false };
+        let new = round.said != said;
+        if evicts {
+            round.until = now + doubled(FIRST_PAUSE, round.times, LONGEST_PAUSE);
+            (round.times, round.looks) = (round.times + 1, 0);
+        } else {
+            round.looks = if new { 0 } else { round.looks + 1 };
+            round.until = now + doubled(LOOK, round.looks, LONGEST_LOOK);
+            // Somebody else has kept it as it is for so long that what was evicted before is another matter.
+            if round.until >= now + LONGEST_LOOK {
+                round.times = 0;
             }
-            round.said = said;
         }
+        round.said = said;
+        new
     }
 
     /// What there is to say of a GPU's clients besides the daemon's own words.
@@ -146,8 +163,10 @@ struct Choice<'a> {
 fn choose<'a>(gpus: &'a [Held], pods: &'a [Pod]) -> Choice<'a> {
     let mut choice = Choice::default();
     for gpu in gpus {
+        let mut clients: Vec<&Client> = gpu.clients.iter().collect();
+        clients.sort_by_key(|client| client.pod_uid.is_some());
         let judged: Result<Vec<&Pod>, String> =
-            gpu.clients.iter().map(|client| judge(client, pods, &gpu.policy)).collect();
+            clients.into_iter().map(|client| judge(client, pods, &gpu.policy)).collect();
         let said = match judged {
             Ok(all) => {
                 let names: Vec<String> = all.iter().map(|pod| id(pod)).collect();
@@ -217,10 +236,16 @@ pub async fn restart(writer: &Writer, rounds: &Rounds, due: Vec<Due>) {
 async fn round(writer: &Writer, rounds: &Rounds, due: &Due) {
     let node = due.node.name_any();
     rounds.begin(&node, Instant::now());
+    // A client without a pod decides alone.
+    let hopeless = |gpu: &Held| gpu.clients.iter().any(|client| client.pod_uid.is_none());
     let on_node = ListParams::default().fields(&format!("spec.nodeName={node}"));
-    let pods = match Api::<Pod>::all(writer.client.clone()).list(&on_node).await {
-        Ok(pods) => pods.items,
-        Err(error) => return tracing::warn!(node, %error, "cannot list the node's pods"),
+    let pods = if due.gpus.iter().all(hopeless) {
+        Vec::new()
+    } else {
+        match Api::<Pod>::all(writer.client.clone()).list(&on_node).await {
+            Ok(pods) => pods.items,
+            Err(error) => return tracing::warn!(node, %error, "cannot list the node's pods"),
+        }
     };
     let Choice { evict: chosen, mut said } = choose(&due.gpus, &pods);
     for (pod, gpu) in &chosen {
@@ -244,9 +269,11 @@ async fn round(writer: &Writer, rounds: &Rounds, due: &Due) {
             }
         }
     }
-    rounds.end(&node, !chosen.is_empty(), said, Instant::now());
-    // The policies have something to say, and other nodes may be due.
-    writer.cache.wake();
+    let new = rounds.end(&node, !chosen.is_empty(), said, Instant::now());
+    if new || !chosen.is_empty() {
+        // The policies have something to say, and other nodes may be due.
+        writer.cache.wake();
+    }
 }
 
 /// Says it on the pod, for its owner, and on the node's object.

@@ -139,7 +139,8 @@ fn only_a_gpu_that_is_kerfs_to_change_and_that_a_client_holds_is_looked_at() {
 fn rounds_come_with_pauses_that_grow() {
     let (world, rounds, start) = (in_the_way(|_, _| {}), Rounds::default(), Instant::now());
     rounds.begin("n0", start);
-    rounds.end("n0", false, BTreeMap::new(), start);
+    let why = BTreeMap::from([("GPU-0".to_owned(), "not selected".to_owned())]);
+    assert!(rounds.end("n0", false, why, start));
     assert_eq!(looks_at(&world, &rounds, start), 0);
     assert_eq!(looks_at(&world, &rounds, start + LOOK), 1, "nobody was evicted");
     let mut now = start + LOOK;
@@ -154,6 +155,20 @@ fn rounds_come_with_pauses_that_grow() {
     rounds.begin("n0", now);
     rounds.end("n0", true, BTreeMap::new(), now);
     assert_eq!(looks_at(&world, &rounds, now + FIRST_PAUSE), 1, "it begins anew");
+    // Where nobody can be evicted, it is looked at less and less often, until something changes.
+    let said = || BTreeMap::from([("GPU-0".to_owned(), "in no pod".to_owned())]);
+    rounds.begin("n0", now);
+    assert!(rounds.end("n0", false, said(), now));
+    for pause in [20, 40, 80, 160, 300, 300].map(Duration::from_secs) {
+        rounds.begin("n0", now);
+        assert!(!rounds.end("n0", false, said(), now), "nothing new to say");
+        assert_eq!(looks_at(&world, &rounds, now + pause - Duration::from_secs(1)), 0, "{pause:?}");
+        assert_eq!(looks_at(&world, &rounds, now + pause), 1, "{pause:?}");
+        now += pause;
+    }
+    rounds.begin("n0", now);
+    assert!(rounds.end("n0", false, BTreeMap::new(), now));
+    assert_eq!(looks_at(&world, &rounds, now + LOOK), 1);
 }
 
 #[test]

@@ -60,12 +60,16 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     let mut candidates = queue::candidates(&looking, &joined.placed, joined.troubled, &mut decision);
     let reserved = rooms::on_record(world);
     let mut making = rooms::carry_on(&looking, &matches, &reserved, &bound, &joined.placed, wall);
-    let mut given = BTreeSet::new();
+    let (mut given, mut gifts) = (BTreeSet::new(), Vec::new());
     candidates.retain(|candidate| {
         let Candidate { pod, wanted, .. } = candidate;
         match rooms::claim(&looking, &matches, &reserved, &bound, &making, &given, candidate) {
             Kept::Nothing => true,
             Kept::Later => false,
+            Kept::NotYet(node) => {
+                making.expects(&pod.uid, node);
+                true
+            }
             Kept::Now(said, place) => {
                 making.given(world, memory, &reserved, said);
                 if said.controller.is_some() {
@@ -73,14 +77,14 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
                 }
                 commit(&board, pod, wanted, place.node, &place.devices, &mut changes);
                 given.insert(place.node);
+                gifts.push((Arc::clone(pod), place));
                 false
             }
         }
     });
     let offer = rooms::offer(&looking, &matches, &making, &candidates);
-    // As above.
-    for node in given {
-        board.snapshot.nodes[node].ready = false;
+    for (pod, place) in &gifts {
+        snapshot::note_given(&mut board, pod, place);
     }
     board.snapshot.requests =
         candidates.iter_mut().map(|candidate| std::mem::take(&mut candidate.wanted.request)).collect();
@@ -125,7 +129,14 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     making.give_way(world, memory, &reserved, &taken);
     let no_room = plan.refusals.iter().filter(|refusal| refusal.kind == RefusalKind::NoRoom);
     let to_ask = offer.to_ask(no_room.map(|refusal| refusal.request), &candidates);
-    decision.quota.extend(to_ask.into_iter().cloned());
+    decision.quota.extend(to_ask);
+    let nodes = changes.added.keys().filter_map(|name| board.node(name)).collect();
+    making.put_off(&reserved, &nodes);
+    let no_room = plan.refusals.iter().filter(|refusal| refusal.kind == RefusalKind::NoRoom);
+    let without =
+        no_room.map(|refusal| refusal.request).chain(plan.rooms.iter().map(|room| room.place.request));
+    let without = without.map(|index| candidates[index].pod.uid.as_str()).collect();
+    memory.have_no_room(&without, now);
     for refusal in &plan.refusals {
         let reason = match refusal.kind {
             RefusalKind::NoSuchDevice => pod_reason::NO_SUCH_PROFILE,
@@ -135,9 +146,6 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
         let Candidate { pod, instead_of, .. } = &candidates[refusal.request];
         if refusal.moves.is_some() {
             memory.no_room(&pod.uid, refusal.moves, now);
-        }
-        if refusal.kind == RefusalKind::NoRoom {
-            memory.has_no_room(&pod.uid, now);
         }
         let sentence = match rooms::told(&board, &reserved, &making, pod) {
             Some(message) => Sentence::waiting(pod_reason::MAKING_ROOM, message),

@@ -1,7 +1,7 @@
 //! What a leader remembers from cycle to cycle. All of it may be lost at any moment: it spares writes and sets the
 //! pace, and everything that correctness rests on is in the API server.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -71,6 +71,8 @@ struct PodMemory {
     let_through: Option<Instant>,
     /// It was evicted, which the watch may not have told yet.
     evicted: bool,
+    /// Until when it is not moved to make room for others.
+    stays_until: Option<Instant>,
     /// How often its eviction was refused.
     refusals: u32,
     /// Until when nobody is moved for it, after how many times in vain, and why.
@@ -275,7 +277,9 @@ impl Memory {
         let mut inner = self.lock();
         let pod = inner.pods.entry(pod_uid.to_owned()).or_default();
         let times = pod.no_moves.map_or(0, |(_, times, _)| times);
-        pod.no_moves = Some((now + doubled(CALM, times, LONGEST_CALM), times + 1, why));
+        // What is only too early is soon otherwise.
+        let next = if why == Some(NoMoves::TooEarly) { times } else { times + 1 };
+        pod.no_moves = Some((now + doubled(CALM, times, LONGEST_CALM), next, why));
     }
 
     /// Whether others may be moved for the pod now, as far as earlier attempts tell.
@@ -289,9 +293,17 @@ impl Memory {
         self.lock().pods.get(pod_uid)?.no_moves?.2
     }
 
-    /// The pod has no room.
-    pub fn has_no_room(&self, pod_uid: &str, now: Instant) {
-        self.lock().pods.entry(pod_uid.to_owned()).or_default().waits_since.get_or_insert(now);
+    /// These pods have no room; all others have, or something else is in their way.
+    pub fn have_no_room(&self, pod_uids: &BTreeSet<&str>, now: Instant) {
+        let mut inner = self.lock();
+        for (uid, pod) in &mut inner.pods {
+            if !pod_uids.contains(uid.as_str()) {
+                (pod.waits_since, pod.no_moves) = (None, None);
+            }
+        }
+        for uid in pod_uids {
+            inner.pods.entry((*uid).to_owned()).or_default().waits_since.get_or_insert(now);
+        }
     }
 
     /// For how long the pod has had no room.
@@ -324,13 +336,18 @@ impl Memory {
     pub fn may_not_go(&self, pod_uid: &str, now: Instant) {
         let mut inner = self.lock();
         let pod = inner.pods.entry(pod_uid.to_owned()).or_default();
-        pod.calm_until = Some(now + doubled(CALM, pod.refusals, LONGEST_CALM));
+        pod.stays_until = Some(now + doubled(CALM, pod.refusals, LONGEST_CALM));
         pod.refusals += 1;
+    }
+
+    /// Whether the pod may be moved to make room for others now.
+    pub fn may_be_moved(&self, pod_uid: &str, now: Instant) -> bool {
+        self.lock().pods.get(pod_uid).and_then(|pod| pod.stays_until).is_none_or(|until| until <= now)
     }
 
     /// The pod has come in place of one that was moved: it stays for a while.
     pub fn was_moved(&self, pod_uid: &str, now: Instant) {
-        self.lock().pods.entry(pod_uid.to_owned()).or_default().calm_until = Some(now + LONGEST_CALM);
+        self.lock().pods.entry(pod_uid.to_owned()).or_default().stays_until = Some(now + LONGEST_CALM);
     }
 
     /// The policy's status was written.
@@ -350,7 +367,7 @@ impl Memory {
         let inner = self.lock();
         let moments = inner.pods.values().flat_map(|pod| {
             let stranded = pod.stranded_since.map(|since| since + STRANDED);
-            [pod.retry_at, pod.calm_until, stranded, pod.no_moves.map(|(until, ..)| until)]
+            [pod.retry_at, pod.calm_until, pod.stays_until, stranded, pod.no_moves.map(|(until, ..)| until)]
         });
         let gpus = inner.gpus.values().map(|gpu| gpu.until);
         let policies = inner.policies.values().copied();
@@ -407,5 +424,18 @@ mod tests {
         memory.succeeded("u");
         assert!(memory.may_try("u", now));
         assert_eq!(memory.trouble("u"), None);
+    }
+
+    #[test]
+    fn the_wait_for_room_begins_anew_after_a_place() {
+        let (memory, then) = (Memory::default(), Instant::now());
+        memory.have_no_room(&["u", "v"].into(), then);
+        memory.no_room("u", Some(NoMoves::Useless), then);
+        let now = then + LONGEST_CALM;
+        memory.have_no_room(&["v"].into(), now);
+        assert_eq!((memory.waited("u", now), memory.waited("v", now)), (None, Some(LONGEST_CALM)));
+        assert!(memory.may_make_room("u", then));
+        memory.have_no_room(&["u"].into(), now);
+        assert_eq!(memory.waited("u", now), Some(Duration::ZERO));
     }
 }

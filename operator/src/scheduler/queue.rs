@@ -113,7 +113,7 @@ fn ask_quotas(
 }
 
 /// Whether a quota and the nodes answer both pods alike.
-fn alike(a: &PodInfo, b: &PodInfo) -> bool {
+pub(super) fn alike(a: &PodInfo, b: &PodInfo) -> bool {
     let (Some(of_a), Some(of_b)) = (&a.detail, &b.detail) else { return false };
     (&a.namespace, a.priority, &a.milli) == (&b.namespace, b.priority, &b.milli)
         && (&of_a.original, &of_a.needs) == (&of_b.original, &of_b.needs)

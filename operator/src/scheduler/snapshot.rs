@@ -7,6 +7,7 @@ use kerf_crds::conditions::{self, problem_reason};
 use kerf_crds::gpu_node::{self, GpuNodeStatus, Owner, Partition, PolicyInstance, Reservation};
 use kerf_crds::partition_policy::{MigMode, ModeSwitch, PlacementStrategy};
 use kerf_crds::{GpuNode, PartitionPolicy};
+use kerf_planner::plan::Placement;
 use kerf_planner::snapshot::{
     Capability, Engines, Geometry, GeometryIndex, Gpu, Instance, InstanceState, Node, Profile, Snapshot,
     Strategy,
@@ -112,6 +113,33 @@ pub fn gpu_with(
     let observed = board.gpu(node, index)?;
     let matched = matches.get(&gpu_node.name_any())?.get(&observed.uuid)?;
     Some(gpu(gpu_node, observed, matched, &binds, geometries))
+}
+
+/// Notes on the board what has just been given to a pod.
+pub fn note_given(board: &mut Board, pod: &PodInfo, placement: &Placement) {
+    let node = &mut board.snapshot.nodes[placement.node];
+    for device in &placement.devices {
+        let gpu = &mut node.gpus[device.gpu];
+        let Some(planned) = device.instance else {
+            gpu.taken_whole = true;
+            continue;
+        };
+        let geometry = gpu.geometry.and_then(|index| board.snapshot.geometries.get(index));
+        let size =
+            geometry.and_then(|all| all.profiles.get(planned.profile)).map_or(0, |profile| profile.size);
+        let apart = |other: &Instance| {
+            other.start >= planned.start + size || planned.start >= other.start + other.size
+        };
+        gpu.instances.retain(|other| other.state == InstanceState::Taken || apart(other));
+        gpu.instances.push(Instance {
+            profile: Some(planned.profile),
+            start: planned.start,
+            size,
+            state: InstanceState::Taken,
+            exists: planned.exists,
+        });
+    }
+    take_away(&mut node.free_milli, &pod.milli);
 }
 
 /// What a reservation keeps of its node's other resources for the pod that waits: what those who move will not give back.

@@ -31,7 +31,7 @@ pub struct Engine<'a> {
 }
 
 impl<'a> Engine<'a> {
-    /// The snapshot's GPUs; its requests are the profiles of the workload.
+    /// The snapshot's GPUs; its requests are the kinds of jobs.
     pub fn new(snapshot: &'a Snapshot, moving: Moving) -> Self {
         let mut fleet = Fleet::of(snapshot);
         let asked = snapshot.requests.iter().map(|request| fleet.numbered(request)).collect();
@@ -48,8 +48,8 @@ impl<'a> Engine<'a> {
 }
 
 impl Cluster for Engine<'_> {
-    fn place(&mut self, profile: usize, luck: f64) -> Option<Tenancy> {
-        let asked = self.asked[profile];
+    fn place(&mut self, kind: usize, luck: f64) -> Option<Tenancy> {
+        let asked = self.asked[kind];
         let (node, place, moves) = match self.fleet.best(asked) {
             Some((node, place)) => {
                 self.fleet.take(asked, node, &place);

@@ -7,8 +7,6 @@ use kerf_planner::snapshot::{
     Capability, DeviceNeed, Engines, Geometry, Gpu, Node, PodNeeds, Profile, Request, Snapshot, Taint, Want,
 };
 
-use crate::workload::PROFILES;
-
 /// GPUs of a node in the online runs.
 const GPUS: usize = 4;
 
@@ -40,7 +38,7 @@ pub fn seven() -> Geometry {
     }
 }
 
-/// So many empty GPUs of one model, and a request for each profile of the online workload.
+/// So many empty GPUs of one model, and a request for each of its profiles.
 pub fn online(gpus: usize) -> Snapshot {
     let geometry = seven();
     let node = |n: usize| Node {
@@ -55,8 +53,30 @@ pub fn online(gpus: usize) -> Snapshot {
     };
     Snapshot {
         nodes: (0..gpus.div_ceil(GPUS)).map(node).collect(),
-        requests: PROFILES.iter().map(|name| request(name)).collect(),
+        requests: geometry.profiles.iter().map(|profile| request(&profile.name)).collect(),
         geometries: vec![geometry],
+        ..Snapshot::default()
+    }
+}
+
+/// So many nodes of empty GPUs, a model each in turn, and a request for each need of memory in GiB and multiprocessors.
+pub fn by_need(nodes: usize, geometries: &[Geometry], needs: &[(u64, u32)]) -> Snapshot {
+    let node = |n: usize| {
+        let index = n % geometries.len();
+        Node { gpus: (0..GPUS).map(|g| gpu(n, g, index, &geometries[index])).collect(), ..plain_node(n) }
+    };
+    let request = |&(gib, multiprocessors): &(u64, u32)| Request {
+        id: format!("{gib} GiB, {multiprocessors} SM"),
+        devices: vec![need(geometries, &|profile| {
+            profile.memory_bytes >= gib << 30 && profile.multiprocessors >= multiprocessors
+        })],
+        pod: pod(1),
+        ..Request::default()
+    };
+    Snapshot {
+        nodes: (0..nodes).map(node).collect(),
+        requests: needs.iter().map(request).collect(),
+        geometries: geometries.to_vec(),
         ..Snapshot::default()
     }
 }

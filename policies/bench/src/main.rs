@@ -1,8 +1,13 @@
 //! Prints the tables of docs/benchmarks.md on the decision engine: `cargo xtask bench engine`.
 
-use anyhow::Result;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result};
 use clap::Parser;
-use kerf_planner_bench::{fleet, online, speed, workload};
+use kerf_planner_bench::online::{GPUS, NODES};
+use kerf_planner_bench::rivals::Rule;
+use kerf_planner_bench::workload::{LOADS, one_model, three_models};
+use kerf_planner_bench::{cycle, fleet, offline, online, speed};
 
 /// Measure the decision engine beside other policies and bounds, and print the tables of docs/benchmarks.md
 #[derive(Parser)]
@@ -16,23 +21,51 @@ struct Arguments {
     /// First seed
     #[arg(long, default_value_t = 1)]
     first_seed: u64,
-    /// Print only this table: online, moves or speed
+    /// Print only this table: online, mixed, moves, offline, cycle or speed
     #[arg(long)]
     table: Option<String>,
+    /// Draw the charts into this folder instead
+    #[arg(long)]
+    charts: Option<PathBuf>,
 }
 
 fn main() -> Result<()> {
     let arguments = Arguments::parse();
     let seeds: Vec<u64> = (arguments.first_seed..).take(arguments.seeds as usize).collect();
+    if let Some(folder) = arguments.charts {
+        return charts(&folder, &seeds, arguments.jobs);
+    }
     let wanted = |table: &str| arguments.table.as_deref().is_none_or(|only| only == table);
+    let jobs = arguments.jobs;
     if wanted("online") {
-        println!("{}", online::without_moves(&workload::MIXES, &workload::LOADS, &seeds, arguments.jobs));
+        println!("{}", online::without_moves(&one_model(GPUS), &Rule::ON_ONE_MODEL, &LOADS, &seeds, jobs));
+    }
+    if wanted("mixed") {
+        println!("{}", online::without_moves(&three_models(NODES)?, &Rule::ALL, &LOADS, &seeds, jobs));
     }
     if wanted("moves") {
-        println!("{}", online::with_moves(&workload::MIXES, &seeds, arguments.jobs));
+        println!("{}", online::with_moves(&one_model(GPUS), &seeds, jobs));
+    }
+    if wanted("offline") {
+        println!("{}", offline::table(&one_model(offline::GPUS), &[0.0, 0.5], &seeds)?);
+    }
+    if wanted("cycle") {
+        println!("{}", cycle::table(&cycle::SIZES)?);
     }
     if wanted("speed") {
         println!("{}", speed::table(&[125, 1_250, 12_500], &fleet::mixed()?));
+    }
+    Ok(())
+}
+
+fn charts(folder: &Path, seeds: &[u64], jobs: usize) -> Result<()> {
+    let one = [Rule::BestFitBestStart, Rule::Hami, Rule::BestFit, Rule::FirstFit, Rule::Spread];
+    let three = [Rule::LeastGiven, Rule::FirstFit, Rule::BestFitBestStart, Rule::Hami, Rule::Spread];
+    let on_one = online::chart(&one_model(GPUS), "One model, uniform mix", &one, seeds, jobs);
+    let on_three = online::chart(&three_models(NODES)?, "Three models, uniform mix", &three, seeds, jobs);
+    for (name, chart) in [("accepted-one-model.svg", on_one), ("accepted-three-models.svg", on_three)] {
+        let path = folder.join(name);
+        std::fs::write(&path, chart).with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(())
 }

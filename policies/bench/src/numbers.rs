@@ -26,3 +26,8 @@ pub fn text(values: &[f64]) -> String {
     let (mean, half) = mean(values);
     format!("{mean:.2} ± {half:.2}")
 }
+
+/// What each of the first has more than its counterpart.
+pub fn differences(of: &[f64], to: &[f64]) -> Vec<f64> {
+    of.iter().zip(to).map(|(of, to)| of - to).collect()
+}

@@ -1,15 +1,16 @@
 //! Rooms that are being made: which go on, who is evicted for them, and which are given up.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kerf_crds::gpu_node::{Partition, PodReference, Reservation};
-use kerf_planner::nodes::unsuitable;
+use kerf_planner::nodes::{lacking, unsuitable};
+use kerf_planner::snapshot::{NodeIndex, PodNeeds};
 use kube::ResourceExt;
 
 use super::super::decision::Looking;
 use super::super::memory::Memory;
-use super::super::snapshot::Board;
+use super::super::snapshot::{self, Board};
 use super::offer::movable;
 use super::record::{Holder, Reserved, has_gone, holder, pod, stands, waits};
 use crate::cache::{PodInfo, World};
@@ -28,6 +29,8 @@ pub struct Rooms {
     /// UIDs of the pods that wait for room which is being made, and of those that are moved for them.
     pub(super) concerned: BTreeSet<String>,
     pub(super) making: usize,
+    /// UIDs of pods for which something is kept that is not free yet, and the node.
+    pub(super) expected: BTreeMap<String, NodeIndex>,
 }
 
 /// A pod that is moved.
@@ -40,6 +43,19 @@ pub struct Eviction {
 }
 
 impl Rooms {
+    /// Something is kept for the pod that is not free yet: nobody else is moved for it.
+    pub fn expects(&mut self, pod_uid: &str, node: NodeIndex) {
+        self.concerned.insert(pod_uid.to_owned());
+        self.expected.insert(pod_uid.to_owned(), node);
+    }
+
+    /// Something has been placed on these nodes in this cycle: whether they have processors left for those who wait for
+    /// room there is seen in the next.
+    pub fn put_off(&mut self, all: &[Reserved<'_>], nodes: &BTreeSet<NodeIndex>) {
+        let concerns = |uid: &str| all.iter().any(|one| one.said.pod.uid == uid && nodes.contains(&one.node));
+        self.evict.retain(|one| !concerns(&one.room_for.uid) && !concerns(&one.pod.uid));
+    }
+
     /// Whether the reservation stays.
     pub fn stays(&self, said: &Reservation) -> bool {
         self.stay.contains(&holder(said))
@@ -115,8 +131,14 @@ pub fn carry_on(
             .filter(|moved| !has_gone(world, memory, moved))
             .filter_map(|moved| pod(world, moved))
             .collect();
-        let waiting = pod(world, &said.pod);
-        let possible = waiting.is_some_and(|pod| suits(board, reserved, pod));
+        let planned = !bound.contains(&reserved.key());
+        let node = &board.snapshot.nodes[reserved.node];
+        // What is bound is kept already.
+        let has_room = |pod: &PodInfo| {
+            let milli = snapshot::kept_milli(world, &node.name, said, pod);
+            !planned || lacking(&node.free_milli, &PodNeeds { milli, ..PodNeeds::default() }).is_none()
+        };
+        let possible = pod(world, &said.pod).is_some_and(|pod| suits(board, reserved, pod) && has_room(pod));
         let mut evict: Vec<Eviction> = Vec::new();
         for pod in still_there.iter().filter(|_| possible) {
             let of_it =
@@ -128,7 +150,6 @@ pub fn carry_on(
                 evict.push(Eviction { pod: Arc::clone(pod), room_for: said.pod.clone(), to });
             }
         }
-        let planned = !bound.contains(&reserved.key());
         // Not all on record, not possible or not allowed any more, or refused by a disruption budget: as long as nobody
         // has gone, nothing is lost by looking anew.
         if planned && (evict.len() < said.moves.len() || !memory.may_make_room(&said.pod.uid, *now)) {
@@ -144,7 +165,7 @@ pub fn carry_on(
             rooms.stay.insert((pod.uid.clone(), true));
             rooms.concerned.insert(pod.uid.clone());
         }
-        evict.retain(|one| memory.may_try(&one.pod.uid, *now) && memory.calm(&one.pod.uid, *now));
+        evict.retain(|one| memory.may_be_moved(&one.pod.uid, *now));
         rooms.evict.extend(evict);
     }
     rooms

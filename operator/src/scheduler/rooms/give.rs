@@ -17,8 +17,10 @@ use crate::controller::matching::Matches;
 /// What a candidate gets of what is kept for it.
 #[derive(Debug)]
 pub enum Kept<'r> {
-    /// Nothing, or not yet.
+    /// Nothing.
     Nothing,
+    /// Something on this node that is not free yet.
+    NotYet(NodeIndex),
     /// Something, in a later cycle: the node's room is being given to another now.
     Later,
     /// This.
@@ -35,6 +37,10 @@ pub fn claim<'r>(
     given: &BTreeSet<NodeIndex>,
     candidate: &Candidate,
 ) -> Kept<'r> {
+    // One that leaves its place for a better one is no successor.
+    if candidate.instead_of.is_some() {
+        return Kept::Nothing;
+    }
     let pod = &candidate.pod;
     let controller = pod.detail.as_ref().and_then(|detail| detail.controller.as_ref());
     let is_for_it = |said: &Reservation| match &said.controller {
@@ -58,6 +64,8 @@ pub fn claim<'r>(
             try_place(looking, matches, reserved, bound, pod, &candidate.wanted.request)
         {
             return Kept::Now(reserved.said, placement);
+        } else if matches!(found, Kept::Nothing) {
+            found = Kept::NotYet(reserved.node);
         }
     }
     found

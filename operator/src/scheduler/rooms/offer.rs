@@ -11,7 +11,7 @@ use kerf_planner::snapshot::{Movable, NodeIndex, PlacedDevice, PlannedInstance};
 
 use super::super::claims;
 use super::super::decision::Looking;
-use super::super::queue::Candidate;
+use super::super::queue::{Candidate, alike};
 use super::super::requests::{self, Asks, Wanted};
 use super::super::snapshot::Board;
 use super::carry_on::Rooms;
@@ -51,12 +51,14 @@ pub fn offer(looking: &Looking<'_>, matches: &Matches, rooms: &Rooms, candidates
         offer.unsure.push(waited.is_some() && !sure);
         offer.waited.push(waited.filter(|_| sure));
     }
-    if offer.waited.iter().all(Option::is_none) {
+    if offer.waited.iter().all(Option::is_none) && !offer.unsure.contains(&true) {
         return offer;
     }
     let pods = world.interesting.iter().filter_map(|key| world.pods.get(key));
     let may = |pod: &&Arc<PodInfo>| {
-        !rooms.concerned.contains(&pod.uid) && !memory.was_evicted(&pod.uid) && memory.calm(&pod.uid, *now)
+        !rooms.concerned.contains(&pod.uid)
+            && !memory.was_evicted(&pod.uid)
+            && memory.may_be_moved(&pod.uid, *now)
     };
     // Whose slices are kept for somebody already is not asked to go for another.
     let is_overlapped = |pod: &PodInfo| {
@@ -102,14 +104,21 @@ pub struct Offer {
 }
 
 impl Offer {
-    /// Of the refused those of which it is to be asked whether a quota would let them through.
-    pub fn to_ask<'c>(
+    /// Of the refused those of which it is to be asked whether a quota would let them through: one of a kind.
+    pub fn to_ask(
         &self,
         refused: impl Iterator<Item = usize>,
-        candidates: &'c [Candidate],
-    ) -> Vec<&'c Arc<PodInfo>> {
-        let unsure = refused.filter(|&index| self.unsure.get(index).is_some_and(|unsure| *unsure));
-        unsure.take(ASKED).map(|index| &candidates[index].pod).collect()
+        candidates: &[Candidate],
+    ) -> Vec<Arc<PodInfo>> {
+        let mut kinds: Vec<Arc<PodInfo>> = Vec::new();
+        let unsure = |index: &usize| self.unsure.get(*index).is_some_and(|unsure| *unsure);
+        for index in refused.filter(unsure).filter(|_| !self.movable.is_empty()) {
+            let pod = &candidates[index].pod;
+            if kinds.len() < ASKED && !kinds.iter().any(|known| alike(known, pod)) {
+                kinds.push(Arc::clone(pod));
+            }
+        }
+        kinds
     }
 }
 

@@ -60,6 +60,10 @@ pub fn reserve(
 
 /// What a pod is told while room is made for it.
 pub fn told(board: &Board, all: &[Reserved<'_>], rooms: &Rooms, pod: &PodInfo) -> Option<String> {
+    if let Some(&node) = rooms.expected.get(&pod.uid) {
+        let node = board.gpu_nodes[node].name_any();
+        return Some(format!("a place is kept for it on node {node}, and not free yet"));
+    }
     let its = |one: &&Reserved<'_>| one.key() == (pod.uid.clone(), false) && rooms.stay.contains(&one.key());
     let reserved = all.iter().find(its)?;
     let moved: Vec<String> =
@@ -79,7 +83,7 @@ fn reference(pod: &PodInfo) -> PodReference {
 /// What a refusal adds if moving others was looked into.
 pub fn in_vain(memory: &Memory, pod: &PodInfo) -> &'static str {
     match memory.in_vain(&pod.uid) {
-        None => "",
+        None | Some(NoMoves::TooEarly) => "",
         Some(NoMoves::Useless) => "; moving others, as far as that is allowed, would not make room",
         Some(NoMoves::NotFound) => {
             "; no way to make room by moving others was found within the set amount of work"

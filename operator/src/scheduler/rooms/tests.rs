@@ -47,7 +47,7 @@ impl Story {
         }
         let large = gated_pod("large", "nvidia.com/mig-7g.80gb", json!({}));
         let memory = Memory::default();
-        memory.has_no_room(LARGE, Instant::now() - Duration::from_secs(60));
+        memory.have_no_room(&[LARGE].into(), Instant::now() - Duration::from_secs(60));
         memory.let_through(LARGE, Instant::now());
         Self { world: world.with_pod(large), memory, wall: WALL }
     }
@@ -231,7 +231,7 @@ fn the_younger_moves_and_everybody_gets_what_is_kept_for_them() {
     // The report and the record of the one that has gone are looked at first; then its room is given.
     story.cycle();
     assert_eq!(story.entries("n1"), ["7g.80gb@0 large"]);
-    assert!(!story.memory.calm("uid-of-t1-next", Instant::now()), "it is not moved again at once");
+    assert!(!story.memory.may_be_moved("uid-of-t1-next", Instant::now()), "it is not moved again at once");
 }
 
 /// Nothing is reserved, and nobody evicted.
@@ -287,7 +287,7 @@ fn too_early_is_not_in_vain() {
     story.memory = Memory::default();
     story.memory.let_through(LARGE, Instant::now());
     for waited in [0, 9] {
-        story.memory.has_no_room(LARGE, Instant::now() - Duration::from_secs(waited));
+        story.memory.have_no_room(&[LARGE].into(), Instant::now() - Duration::from_secs(waited));
         let decision = story.decide();
         let (reason, message) = said(&decision, "large");
         assert_eq!((reason, message.contains("moving")), ("NoRoom", false), "{message}");
@@ -295,7 +295,7 @@ fn too_early_is_not_in_vain() {
         story.memory = Memory::default();
         story.memory.let_through(LARGE, Instant::now());
     }
-    story.memory.has_no_room(LARGE, Instant::now() - Duration::from_secs(11));
+    story.memory.have_no_room(&[LARGE].into(), Instant::now() - Duration::from_secs(11));
     story.cycle();
     assert_eq!(story.entries("n1"), ["3g.40gb@4 t1", "7g.80gb@0 (large)"]);
 }
@@ -304,13 +304,16 @@ fn too_early_is_not_in_vain() {
 fn a_quota_is_asked_before_anybody_is_moved() {
     let mut story = Story::begins();
     story.memory = Memory::default();
-    story.memory.has_no_room(LARGE, Instant::now() - Duration::from_secs(60));
+    story.memory.have_no_room(&[LARGE].into(), Instant::now() - Duration::from_secs(60));
     let decision = story.decide();
     assert_eq!(decision.quota.iter().map(|pod| pod.name.as_str()).collect::<Vec<_>>(), ["large"]);
     nothing_happens(&mut story, "nobody knows whether it may have a claim");
     story.memory.failed(LARGE, "QuotaExceeded", "exceeded quota".into(), Instant::now());
     nothing_happens(&mut story, "it may not");
     story.memory.succeeded(LARGE);
+    nothing_happens(&mut story, "the time under the quota does not count");
+    story.memory = Memory::default();
+    story.memory.have_no_room(&[LARGE].into(), Instant::now() - Duration::from_secs(60));
     story.memory.let_through(LARGE, Instant::now());
     story.cycle();
     assert_eq!(story.entries("n1"), ["3g.40gb@4 t1", "7g.80gb@0 (large)"]);
@@ -538,4 +541,281 @@ fn who_shares_a_claim_is_not_moved() {
     }
     story.cycle();
     assert_eq!(story.entries("n1"), ["3g.40gb@4 t1"]);
+}
+
+fn kept_for(moved: &str, gpu: &str, profile: &str, start: u32) -> Partition {
+    Partition {
+        gpu: gpu.into(),
+        instance: Some(wanted(profile, start)),
+        owner: Owner::Reservation(Reservation {
+            pod: PodReference { namespace: "default".into(), name: moved.into(), uid: moved.into() },
+            controller: Some(format!("rs-of-{moved}")),
+            expires: "2100-01-01T00:00:00Z".into(),
+            ..Reservation::default()
+        }),
+    }
+}
+
+fn next_of(moved: &str, profile: &str) -> PodInfo {
+    let mut next = made_by(&format!("rs-of-{moved}"), &format!("{moved}-next"));
+    let asks = gated_pod(&next.name, &format!("nvidia.com/mig-{profile}"), json!({}));
+    next.detail.as_mut().unwrap().original = asks.detail.unwrap().original;
+    next
+}
+
+#[test]
+fn who_comes_while_another_is_given_its_place_finds_the_rest_of_the_node() {
+    for with_next in [false, true] {
+        let mut story = Story::begins();
+        story.change("large", |pod| pod.deleting = true);
+        story
+            .world
+            .replace_gpu_node(|node| node.spec.partitions.push(kept_for("a", "GPU-0", "1g.10gb", 0)), "n0");
+        let mut filler = gated_pod("filler", "nvidia.com/mig-1g.10gb", json!({}));
+        filler.detail = None;
+        filler.node = Some("n1".into());
+        filler.milli.insert("cpu".into(), 7950);
+        story.add(filler);
+        let mut p = gated_pod("p", "nvidia.com/mig-1g.10gb", json!({}));
+        p.priority = 10;
+        story.add(p);
+        if with_next {
+            story.add(next_of("a", "1g.10gb"));
+        }
+        story.cycle();
+        let on_n1 = story.entries("n1").iter().any(|e| e.ends_with(" p"));
+        assert!(!on_n1, "p sent to n1, where filler must be preempted, with_next={with_next}");
+    }
+}
+
+#[test]
+fn who_has_a_place_is_no_successor_even_where_it_fails() {
+    let mut story = Story::begins();
+    story.change("large", |pod| pod.deleting = true);
+    story
+        .world
+        .replace_gpu_node(|node| node.spec.partitions.push(kept_for("a", "GPU-0", "3g.40gb", 0)), "n0");
+    let x = made_by("rs-of-a", "x");
+    let entry = |gpu: &str| Partition {
+        gpu: gpu.into(),
+        instance: Some(wanted("3g.40gb", 0)),
+        owner: Owner::Claim(ClaimOwner {
+            namespace: "default".into(),
+            name: "claim-of-x".into(),
+            pod: "x".into(),
+            pod_uid: "uid-of-x".into(),
+            request: "main-nvidia-com-mig-3g-40gb-0".into(),
+        }),
+    };
+    // same node, another GPU that fails
+    story.world.replace_gpu_node(
+        |node| {
+            let mut other = gpu("GPU-0b", 1);
+            other.problem =
+                Some(kerf_crds::gpu_node::Reason { reason: "UNKNOWN".into(), message: "m".into() });
+            node.status.as_mut().unwrap().gpus.push(other);
+            node.spec.partitions.push(entry("GPU-0b"));
+        },
+        "n0",
+    );
+    story.add(x);
+    story.cycle();
+    let n = story.entries("n0").iter().filter(|e| e.ends_with(" x")).count();
+    assert_eq!(n, 1, "{:?}", story.entries("n0"));
+}
+
+#[test]
+fn who_has_a_place_is_no_successor_even_where_its_node_is_cordoned() {
+    let mut story = Story::begins();
+    story.change("large", |pod| pod.deleting = true);
+    story
+        .world
+        .replace_gpu_node(|node| node.spec.partitions.push(kept_for("a", "GPU-0", "3g.40gb", 0)), "n0");
+    let x = made_by("rs-of-a", "x");
+    let entry = Partition {
+        gpu: "GPU-1".into(),
+        instance: Some(wanted("3g.40gb", 0)),
+        owner: Owner::Claim(ClaimOwner {
+            namespace: "default".into(),
+            name: "claim-of-x".into(),
+            pod: "x".into(),
+            pod_uid: "uid-of-x".into(),
+            request: "r".into(),
+        }),
+    };
+    story.world.replace_gpu_node(|node| node.spec.partitions.push(entry), "n1");
+    story.cordon("n1");
+    story.add(x);
+    story.cycle();
+    let all = [story.entries("n0"), story.entries("n1")].concat();
+    assert_eq!(all.iter().filter(|e| e.ends_with(" x")).count(), 1, "{all:?}");
+}
+
+#[test]
+fn nobody_is_moved_for_whom_something_is_kept_that_is_not_free_yet() {
+    let mut story = Story::begins();
+    story.change("large", |pod| pod.deleting = true);
+    let mut node = crate::testing::gpu_node("n2", vec![gpu("GPU-2", 0)], Vec::new());
+    node.metadata.resource_version = Some("1".into());
+    story.world.gpu_nodes.watch_applied(node);
+    story.world.nodes.watch_applied(crate::testing::node("n2", "8"));
+    for (name, profile, start, node) in [
+        ("b0", "3g.40gb", 0, "n0"),
+        ("s", "1g.10gb", 0, "n1"),
+        ("b2", "4g.40gb", 0, "n2"),
+        ("b3", "1g.10gb", 4, "n2"),
+    ] {
+        let mut pod = gated_pod(name, &format!("nvidia.com/mig-{profile}"), json!({}));
+        let detail = pod.detail.as_mut().unwrap();
+        detail.movable = name == "s";
+        detail.controller = Some(format!("rs-{name}"));
+        detail.grace_seconds = 30;
+        detail.gates.clear();
+        pod.node = Some(node.into());
+        story.world = give(std::mem::take(&mut story.world), &pod, profile, start);
+        let mut used = instance(profile, start);
+        used.claims = vec![claim_reference(name)];
+        story.world.replace_gpu_node(|n| n.status.as_mut().unwrap().gpus[0].instances.push(used), node);
+    }
+    // t0 goes, too; a's next gets its slices.
+    story.change("t0", |pod| pod.deleting = true);
+    story.change("t1", |pod| pod.detail.as_mut().unwrap().movable = false);
+    story
+        .world
+        .replace_gpu_node(|node| node.spec.partitions.push(kept_for("a", "GPU-0", "3g.40gb", 4)), "n0");
+    story.add(next_of("a", "3g.40gb"));
+    story.memory.have_no_room(&["uid-of-a-next"].into(), Instant::now() - Duration::from_secs(60));
+    story.memory.let_through("uid-of-a-next", Instant::now());
+    story.cycle();
+    let second = story.cycle();
+    assert_eq!(evicted(&second), [""; 0], "a place is kept for a-next already");
+}
+
+#[test]
+fn no_quota_is_asked_where_nobody_may_be_moved() {
+    let mut story = Story::begins();
+    for name in ["t0", "t1"] {
+        story.change(name, |pod| pod.detail.as_mut().unwrap().movable = false);
+    }
+    story.memory = Memory::default();
+    for i in 0..20 {
+        story.add(gated_pod(&format!("w{i}"), "nvidia.com/mig-7g.80gb", json!({})));
+    }
+    let waiting: Vec<String> = (0..20).map(|i| format!("uid-of-w{i}")).collect();
+    let waiting = waiting.iter().map(String::as_str).collect();
+    story.memory.have_no_room(&waiting, Instant::now() - Duration::from_secs(60));
+    let mut asked = 0;
+    for _ in 0..10 {
+        let decision = story.cycle();
+        asked += decision.quota.len();
+        for pod in &decision.quota {
+            story.memory.succeeded(&pod.uid);
+            story.memory.let_through(&pod.uid, Instant::now());
+        }
+    }
+    for i in 0..20 {
+        story.memory.let_through(&format!("uid-of-w{i}"), Instant::now() - Duration::from_secs(61));
+    }
+    let again = story.cycle().quota.len();
+    assert_eq!((asked, again), (0, 0), "nobody could be moved anyway");
+}
+
+#[test]
+fn who_came_in_place_of_another_leaves_a_bad_place_like_anybody() {
+    for moved in [false, true] {
+        let mut story = Story::begins();
+        story.change("large", |pod| pod.deleting = true);
+        let x = next_of("a", "3g.40gb");
+        let entry = Partition {
+            gpu: "GPU-0".into(),
+            instance: Some(wanted("3g.40gb", 0)),
+            owner: Owner::Claim(ClaimOwner {
+                namespace: "default".into(),
+                name: x.own_claim().unwrap().into(),
+                pod: x.name.clone(),
+                pod_uid: x.uid.clone(),
+                request: "r".into(),
+            }),
+        };
+        story.world.replace_gpu_node(|node| node.spec.partitions.push(entry), "n0");
+        story.add(x);
+        story.cordon("n0");
+        if moved {
+            story.memory.was_moved("uid-of-a-next", Instant::now());
+        }
+        story.cycle();
+        let key = crate::scheduler::placements::Key {
+            node: "n0".into(),
+            namespace: "default".into(),
+            claim: "claim-of-a-next".into(),
+            pod: "a-next".into(),
+            pod_uid: "uid-of-a-next".into(),
+        };
+        assert!(story.memory.withdraws(&key), "it should leave the cordoned node, moved={moved}");
+    }
+}
+
+#[test]
+fn warm_instances_stay_where_they_are_while_somebody_is_given_a_place() {
+    let mut story = Story::begins();
+    story.change("large", |pod| pod.deleting = true);
+    story.policy(json!({"mig": {"mode": "Dynamic", "warm": [{"profile": "2g.20gb", "count": 1}]}}));
+    let warm = Partition {
+        gpu: "GPU-0".into(),
+        instance: Some(wanted("2g.20gb", 2)),
+        owner: Owner::Policy(kerf_crds::gpu_node::PolicyOwner {
+            name: "all".into(),
+            kind: kerf_crds::gpu_node::PolicyInstance::Warm,
+        }),
+    };
+    story.world.replace_gpu_node(
+        |node| {
+            node.spec.partitions.extend([kept_for("a", "GPU-0", "1g.10gb", 0), warm]);
+            node.status.as_mut().unwrap().gpus[0]
+                .instances
+                .extend([instance("1g.10gb", 0), instance("2g.20gb", 2)]);
+        },
+        "n0",
+    );
+    story.cycle();
+    story.add(next_of("a", "1g.10gb"));
+    story.cycle();
+    let during = (story.entries("n0"), story.entries("n1"));
+    assert!(during.0.iter().any(|e| e.ends_with("policy")), "{during:?}");
+}
+
+#[test]
+fn a_search_in_vain_is_followed_by_a_pause_also_where_more_is_allowed_later() {
+    for later in [false, true] {
+        let mut story = Story::begins();
+        let all = |node: &str, after: u32| {
+            json!({"nodeSelector": {"matchLabels": {"kubernetes.io/hostname": node}},
+                "reshape": {"moves": {"maxPods": 1, "afterSeconds": after}}})
+        };
+        story.policy(all("n0", 10));
+        let mut second = policy("second", all("n1", if later { 86400 } else { 10 }));
+        second.metadata.resource_version = Some("4".into());
+        story.world.policies.watch_applied(second);
+        for name in ["t0", "t1"] {
+            story.change(name, |pod| pod.priority = 1);
+        }
+        story.cycle();
+        assert!(!story.memory.may_make_room(LARGE, Instant::now()), "no pause, later={later}");
+    }
+}
+
+#[test]
+fn nobody_goes_where_the_processors_are_taken_by_now() {
+    let mut story = Story::begins();
+    let cpu = |pod: &mut PodInfo| {
+        pod.milli.insert("cpu".into(), 6000);
+    };
+    story.change("large", cpu);
+    story.cycle();
+    let mut filler = gated_pod("filler", "nvidia.com/mig-1g.10gb", json!({}));
+    filler.detail = None;
+    filler.node = Some("n1".into());
+    filler.milli.insert("cpu".into(), 7000);
+    story.add(filler);
+    assert_eq!(evicted(&story.cycle()), [""; 0], "large cannot run on n1 any more");
 }
