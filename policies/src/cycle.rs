@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use crate::explain;
 use crate::fleet::Fleet;
 use crate::gang;
-use crate::plan::{Plan, RefusalKind};
+use crate::plan::{Plan, Refusal, RefusalKind};
 use crate::rooms::{self, placement};
 use crate::snapshot::Snapshot;
 
@@ -15,8 +15,8 @@ use crate::snapshot::Snapshot;
 /// next does not find. Each gets the cheapest place by [`crate::value::Cost`]; equal prices are decided by fuller (or,
 /// with `Spread`, emptier) nodes and then by GPU UUID, so that names of nodes decide nothing.
 ///
-/// Where that leaves somebody without room, the largest of equal priority are served first, by way of trial: it counts
-/// if all who had a place have one still, and others, too.
+/// Where that leaves somebody without room, two other orders are tried: of equal priority the largest first, and those who
+/// have a place, the largest first, before the others. One counts if all who had a place have one still, and more others.
 ///
 /// For those who still have none, room is looked for by moving others, see [`crate::snapshot::Movable`].
 pub fn plan(snapshot: &Snapshot) -> Plan {
@@ -31,21 +31,31 @@ fn without_moves(snapshot: &Snapshot) -> (Plan, Fleet<'_>) {
     let priority = |index: usize| std::cmp::Reverse(snapshot.requests[index].priority);
     let mut order: Vec<usize> = (0..snapshot.requests.len()).collect();
     order.sort_by_key(|&index| priority(index));
-    let (plan, fleet, sizes) = serve(snapshot, &order);
-    if plan.placements.is_empty()
-        || !plan.refusals.iter().any(|refusal| refusal.kind != RefusalKind::NoSuchDevice)
-    {
-        return (plan, fleet);
+    let (mut plan, mut fleet, sizes) = serve(snapshot, &order);
+    let placed: HashSet<usize> = plan.placements.iter().map(|placement| placement.request).collect();
+    let largest_first = {
+        let mut order = order.clone();
+        order.sort_by_key(|&index| (priority(index), std::cmp::Reverse(sizes[index])));
+        order
+    };
+    // Those who had none afterwards, in their order: room is what is left for them.
+    let placed_first = {
+        let size = |index: &usize| std::cmp::Reverse(if placed.contains(index) { sizes[*index] } else { 0 });
+        order.sort_by_key(|index| (priority(*index), !placed.contains(index), size(index)));
+        order
+    };
+    for order in [largest_first, placed_first] {
+        let hopeful = |refusal: &Refusal| refusal.kind != RefusalKind::NoSuchDevice;
+        if plan.placements.is_empty() || !plan.refusals.iter().any(hopeful) {
+            break;
+        }
+        let (other, other_fleet, _) = serve(snapshot, &order);
+        let still: HashSet<usize> = other.placements.iter().map(|placement| placement.request).collect();
+        if placed.is_subset(&still) && other.placements.len() > plan.placements.len() {
+            (plan, fleet) = (other, other_fleet);
+        }
     }
-    order.sort_by_key(|&index| (priority(index), std::cmp::Reverse(sizes[index])));
-    let (other, other_fleet, _) = serve(snapshot, &order);
-    let placed: HashSet<usize> = other.placements.iter().map(|placement| placement.request).collect();
-    let all_still = plan.placements.iter().all(|placement| placed.contains(&placement.request));
-    if all_still && other.placements.len() > plan.placements.len() {
-        (other, other_fleet)
-    } else {
-        (plan, fleet)
-    }
+    (plan, fleet)
 }
 
 /// Serves the requests one after the other, gangs where their first member is. Also answers the fewest memory slices that
@@ -74,9 +84,8 @@ fn serve<'a>(snapshot: &'a Snapshot, order: &[usize]) -> (Plan, Fleet<'a>, Vec<u
         }
         let key = (asked.shape, asked.pod, &request.avoid);
         if let Some(&earlier) = refused.get(&key) {
-            let refusal = &plan.refusals[earlier];
-            plan.refusals
-                .push(crate::plan::Refusal { request: index, ..crate::plan::Refusal::clone(refusal) });
+            let refusal: &Refusal = &plan.refusals[earlier];
+            plan.refusals.push(Refusal { request: index, ..refusal.clone() });
             continue;
         }
         match fleet.best(asked) {
