@@ -81,7 +81,7 @@ impl Weights {
 pub struct Cost {
     /// Warm instances that it destroys.
     pub warm_lost: u32,
-    /// Doublings of memory and of multiprocessors beyond the smallest device that would do.
+    /// Quarters of a doubling of memory beyond the smallest device that would do.
     pub waste: u32,
     /// Switches of MIG mode.
     pub switches: u32,
@@ -110,41 +110,50 @@ impl Cost {
     }
 }
 
-/// The smallest device that satisfies a want, to measure waste by.
+/// The least memory of a device that satisfies a want, in bytes, to measure waste by.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Least {
-    memory: u64,
-    multiprocessors: u32,
-}
+pub struct Least(u64);
 
 impl Least {
-    /// Least memory and least multiprocessors over all profiles that the want names.
+    /// Least memory over all profiles that the want names.
     pub fn of(want: &Want, geometries: &[Geometry]) -> Self {
-        let profiles = || {
-            want.profiles.iter().flat_map(|(&geometry, profiles)| {
-                profiles.iter().filter_map(move |&p| geometries.get(geometry)?.profiles.get(p))
-            })
-        };
-        Self {
-            memory: profiles().map(|p| p.memory_bytes).min().unwrap_or(0),
-            multiprocessors: profiles().map(|p| p.multiprocessors).min().unwrap_or(0),
-        }
+        let profiles = want.profiles.iter().flat_map(|(&geometry, profiles)| {
+            profiles.iter().filter_map(move |&p| geometries.get(geometry)?.profiles.get(p))
+        });
+        Self(profiles.map(|profile| profile.memory_bytes).min().unwrap_or(0))
     }
 
     /// Waste of a device, see [`Cost::waste`]. A whole GPU counts as the largest profile of its geometry.
     pub fn waste(&self, geometries: &[Geometry], geometry: Option<GeometryIndex>, device: Device) -> u32 {
         let profiles = geometry.and_then(|index| geometries.get(index)).map_or(&[][..], |g| &g.profiles);
-        let (memory, multiprocessors) = match device {
-            Device::Instance { profile, .. } => {
-                profiles.get(profile).map_or((0, 0), |p| (p.memory_bytes, p.multiprocessors))
+        let memory = match device {
+            Device::Instance { profile, .. } => profiles.get(profile).map_or(0, |p| p.memory_bytes),
+            Device::Whole => {
+                profiles.iter().map(|p| p.memory_bytes).max().unwrap_or(self.0.saturating_mul(1 << 16))
             }
-            Device::Whole => (
-                profiles.iter().map(|p| p.memory_bytes).max().unwrap_or(self.memory.saturating_mul(1 << 16)),
-                profiles.iter().map(|p| p.multiprocessors).max().unwrap_or(0),
-            ),
         };
-        let doublings =
-            |has: u64, least: u64| has.checked_div(least).and_then(u64::checked_ilog2).unwrap_or(0);
-        doublings(memory, self.memory) + doublings(multiprocessors.into(), self.multiprocessors.into())
+        // The logarithm of the ratio's fourth power, in 256ths to the fourth.
+        let ratio = (u128::from(memory) << 8).checked_div(u128::from(self.0)).unwrap_or(1 << 8);
+        ratio.min(1 << 24).pow(4).checked_ilog2().map_or(0, |power| power.saturating_sub(32))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waste_is_counted_in_quarters_of_a_doubling() {
+        let memory = [10, 11, 12, 15, 20, 40, 80];
+        let profile = |gib: u64| Profile { memory_bytes: gib << 30, ..Profile::default() };
+        let geometry = Geometry { profiles: memory.map(profile).into(), ..Geometry::default() };
+        let want = Want { profiles: [(0, (0..7).collect())].into(), ..Want::default() };
+        let geometries = [geometry];
+        let least = Least::of(&want, &geometries);
+        let of = |profile| least.waste(&geometries, Some(0), Device::Instance { profile, start: 0 });
+        assert_eq!([0, 1, 2, 3, 4, 5, 6].map(of), [0, 0, 1, 2, 4, 8, 12]);
+        assert_eq!(least.waste(&geometries, Some(0), Device::Whole), 12);
+        assert_eq!(least.waste(&geometries, None, Device::Whole), 64);
+        assert_eq!(Least::of(&Want::default(), &geometries).waste(&geometries, None, Device::Whole), 0);
     }
 }
