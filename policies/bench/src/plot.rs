@@ -2,10 +2,10 @@
 
 use std::fmt::Write as _;
 
-const WIDTH: f64 = 720.0;
+const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 420.0;
 /// Left, right, top, bottom.
-const MARGINS: [f64; 4] = [56.0, 210.0, 40.0, 48.0];
+const MARGINS: [f64; 4] = [56.0, 250.0, 40.0, 48.0];
 /// Told apart by people who see few colours, too (Okabe and Ito).
 const COLOURS: [&str; 8] =
     ["#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999", "#000000"];
