@@ -68,7 +68,7 @@ async fn story(kerf: &Kerf, args: &Args) -> Result<()> {
     create(kerf, &namespace, "other", "2g.48gb").await?;
     running(kerf, &namespace, ["half".to_owned(), "other".to_owned()]).await?;
 
-    say("Another wants a whole GPU's worth. Enough slices are free, but not in one piece: Kerf says so.");
+    say("Another wants a whole GPU's worth, and has to wait. Kerf says why:");
     create(kerf, &namespace, "large", "7g.80gb").await?;
     println!("  pod large: {}", kerf.wait_reason(&namespace, "large", "NoRoom").await?);
 
@@ -118,7 +118,7 @@ async fn story(kerf: &Kerf, args: &Args) -> Result<()> {
 /// Room is made: a pod whose owner allows it is moved.
 async fn moving(kerf: &Kerf, namespace: &str) -> Result<()> {
     say("The large one ends. A Deployment whose pod may be moved (kerf.dev/movable) gets half of a GPU.");
-    create(kerf, namespace, "filler", "4g.40gb").await?;
+    create(kerf, namespace, "filler", "3g.40gb").await?;
     running(kerf, namespace, ["filler".to_owned()]).await?;
     kerf.delete_pod(namespace, "large").await?;
     let deployment = json!({
