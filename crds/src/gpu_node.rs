@@ -187,6 +187,13 @@ pub struct PodReference {
     pub uid: String,
 }
 
+impl PodReference {
+    /// `namespace/name`.
+    pub fn id(&self) -> String {
+        format!("{}/{}", self.namespace, self.name)
+    }
+}
+
 /// The daemon's report of the node's GPUs.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]

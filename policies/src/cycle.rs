@@ -32,6 +32,13 @@ fn without_moves(snapshot: &Snapshot) -> (Plan, Fleet<'_>) {
     let mut order: Vec<usize> = (0..snapshot.requests.len()).collect();
     order.sort_by_key(|&index| priority(index));
     let (mut plan, mut fleet, sizes) = serve(snapshot, &order);
+    let settled = |plan: &Plan| {
+        let hopeful = |refusal: &Refusal| refusal.kind != RefusalKind::NoSuchDevice;
+        plan.placements.is_empty() || !plan.refusals.iter().any(hopeful)
+    };
+    if settled(&plan) {
+        return (plan, fleet);
+    }
     let placed: HashSet<usize> = plan.placements.iter().map(|placement| placement.request).collect();
     let largest_first = {
         let mut order = order.clone();
@@ -45,8 +52,7 @@ fn without_moves(snapshot: &Snapshot) -> (Plan, Fleet<'_>) {
         order
     };
     for order in [largest_first, placed_first] {
-        let hopeful = |refusal: &Refusal| refusal.kind != RefusalKind::NoSuchDevice;
-        if plan.placements.is_empty() || !plan.refusals.iter().any(hopeful) {
+        if settled(&plan) {
             break;
         }
         let (other, other_fleet, _) = serve(snapshot, &order);

@@ -24,6 +24,7 @@ use tokio::time::timeout;
 use super::matching::{Match, Matches};
 use crate::cache::World;
 use crate::scheduler::apply::{PATIENCE, Writer};
+use crate::scheduler::memory::doubled;
 use crate::scheduler::snapshot::follows;
 
 /// How soon a node is looked at again where nobody could be evicted, since pods and their labels change; doubled while
@@ -51,10 +52,6 @@ struct Round {
     until: Instant,
     /// By GPU.
     said: BTreeMap<String, String>,
-}
-
-fn doubled(first: Duration, times: u32, longest: Duration) -> Duration {
-    first.saturating_mul(1u32.checked_shl(times).unwrap_or(u32::MAX)).min(longest)
 }
 
 impl Rounds {

@@ -40,7 +40,8 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
 
     // 1. Snapshot.
     let matches = matching::matches(world);
-    let bound = rooms::binding(world, memory, wall);
+    let reserved = rooms::on_record(world);
+    let bound = rooms::binding(world, memory, &reserved, wall);
     let mut board = snapshot::take(world, &matches, |said| rooms::is_one_of(&bound, said));
     snapshot::note_failing(&mut board, &memory.failing_gpus(now));
 
@@ -58,7 +59,6 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     let memo = Memo::default();
     let looking = Looking { world, board: &board, memory, selectors, memo: &memo, now };
     let mut candidates = queue::candidates(&looking, &joined.placed, joined.troubled, &mut decision);
-    let reserved = rooms::on_record(world);
     let mut making = rooms::carry_on(&looking, &matches, &reserved, &bound, &joined.placed, wall);
     let (mut given, mut gifts) = (BTreeSet::new(), Vec::new());
     candidates.retain(|candidate| {
@@ -82,7 +82,7 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
             }
         }
     });
-    let offer = rooms::offer(&looking, &matches, &making, &candidates);
+    let mut offer = rooms::offer(&looking, &matches, &making, &candidates);
     for (pod, place) in &gifts {
         snapshot::note_given(&mut board, pod, place);
     }
@@ -91,8 +91,8 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     for (request, waited) in board.snapshot.requests.iter_mut().zip(&offer.waited) {
         request.waited_seconds = *waited;
     }
-    board.snapshot.movable.clone_from(&offer.movable);
-    board.snapshot.budgets.clone_from(&offer.budgets);
+    board.snapshot.movable = std::mem::take(&mut offer.movable);
+    board.snapshot.budgets = std::mem::take(&mut offer.budgets);
     let mut plan = kerf_planner::plan(&board.snapshot);
     plan.placements.retain(|placement| {
         let Candidate { pod, wanted, instead_of } = &candidates[placement.request];
@@ -119,23 +119,17 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     for pod in preempt(&board, &candidates, memory, &mut plan, &mut changes) {
         making.settled(world, memory, &reserved, &pod);
     }
-    let taken: Vec<Partition> = changes
-        .added
-        .values()
-        .flatten()
-        .filter(|one| matches!(one.owner, Owner::Claim(_)))
-        .cloned()
-        .collect();
+    let added = changes.added.values().flatten();
+    let taken: Vec<&Partition> = added.filter(|one| matches!(one.owner, Owner::Claim(_))).collect();
     making.give_way(world, memory, &reserved, &taken);
-    let no_room = plan.refusals.iter().filter(|refusal| refusal.kind == RefusalKind::NoRoom);
-    let to_ask = offer.to_ask(no_room.map(|refusal| refusal.request), &candidates);
-    decision.quota.extend(to_ask);
     let nodes = changes.added.keys().filter_map(|name| board.node(name)).collect();
     making.put_off(&reserved, &nodes);
     let no_room = plan.refusals.iter().filter(|refusal| refusal.kind == RefusalKind::NoRoom);
+    let no_room: Vec<usize> = no_room.map(|refusal| refusal.request).collect();
+    decision.quota.extend(offer.to_ask(&no_room, &candidates));
+    let making_room = plan.rooms.iter().map(|room| room.place.request);
     let without =
-        no_room.map(|refusal| refusal.request).chain(plan.rooms.iter().map(|room| room.place.request));
-    let without = without.map(|index| candidates[index].pod.uid.as_str()).collect();
+        no_room.into_iter().chain(making_room).map(|index| candidates[index].pod.uid.as_str()).collect();
     memory.have_no_room(&without, now);
     for refusal in &plan.refusals {
         let reason = match refusal.kind {

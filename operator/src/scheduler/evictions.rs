@@ -48,7 +48,7 @@ impl Writer {
     /// Moves a pod: what its controller makes in its place has a place already.
     pub(super) async fn move_away(&self, eviction: &Eviction) {
         let Eviction { pod, room_for, to } = eviction;
-        let room_for = format!("{}/{}", room_for.namespace, room_for.name);
+        let room_for = room_for.id();
         match self.evict(&pod.namespace, &pod.name, &pod.uid).await {
             Ok(()) => {
                 tracing::info!(pod = pod.id(), room_for, to, "evicted: it is moved");

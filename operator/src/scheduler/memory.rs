@@ -79,7 +79,8 @@ struct PodMemory {
     no_moves: Option<(Instant, u32, Option<NoMoves>)>,
 }
 
-fn doubled(first: Duration, times: u32, longest: Duration) -> Duration {
+/// The pause after so many others, each twice as long as the one before.
+pub fn doubled(first: Duration, times: u32, longest: Duration) -> Duration {
     first.saturating_mul(1u32.checked_shl(times).unwrap_or(u32::MAX)).min(longest)
 }
 

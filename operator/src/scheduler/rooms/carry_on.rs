@@ -85,7 +85,7 @@ impl Rooms {
     }
 
     /// Others have got these places now: a room that is only planned gives way.
-    pub fn give_way(&mut self, world: &World, memory: &Memory, all: &[Reserved<'_>], taken: &[Partition]) {
+    pub fn give_way(&mut self, world: &World, memory: &Memory, all: &[Reserved<'_>], taken: &[&Partition]) {
         let in_the_way =
             |one: &Partition| taken.iter().any(|other| other.gpu == one.gpu && collide(other, one));
         for uid in std::mem::take(&mut self.planned) {

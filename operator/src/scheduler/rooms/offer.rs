@@ -105,15 +105,11 @@ pub struct Offer {
 
 impl Offer {
     /// Of the refused those of which it is to be asked whether a quota would let them through: one of a kind.
-    pub fn to_ask(
-        &self,
-        refused: impl Iterator<Item = usize>,
-        candidates: &[Candidate],
-    ) -> Vec<Arc<PodInfo>> {
+    pub fn to_ask(&self, refused: &[usize], candidates: &[Candidate]) -> Vec<Arc<PodInfo>> {
         let mut kinds: Vec<Arc<PodInfo>> = Vec::new();
-        let unsure = |index: &usize| self.unsure.get(*index).is_some_and(|unsure| *unsure);
-        for index in refused.filter(unsure).filter(|_| !self.movable.is_empty()) {
-            let pod = &candidates[index].pod;
+        let unsure = |index: &&usize| self.unsure.get(**index).is_some_and(|unsure| *unsure);
+        for index in refused.iter().filter(unsure).filter(|_| !self.pods.is_empty()) {
+            let pod = &candidates[*index].pod;
             if kinds.len() < ASKED && !kinds.iter().any(|known| alike(known, pod)) {
                 kinds.push(Arc::clone(pod));
             }

@@ -50,8 +50,7 @@ pub fn on_record(world: &World) -> Vec<Reserved<'_>> {
 }
 
 /// What is kept from everybody else: that for which somebody has been moved. Before, a room is only a plan.
-pub fn binding(world: &World, memory: &Memory, wall: i64) -> BTreeSet<Holder> {
-    let all = on_record(world);
+pub fn binding(world: &World, memory: &Memory, all: &[Reserved<'_>], wall: i64) -> BTreeSet<Holder> {
     let mut binding = BTreeSet::new();
     for said in all.iter().map(|one| one.said).filter(|said| stands(said, wall)) {
         if said.controller.is_some() {

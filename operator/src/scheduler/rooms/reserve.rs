@@ -66,8 +66,7 @@ pub fn told(board: &Board, all: &[Reserved<'_>], rooms: &Rooms, pod: &PodInfo) -
     }
     let its = |one: &&Reserved<'_>| one.key() == (pod.uid.clone(), false) && rooms.stay.contains(&one.key());
     let reserved = all.iter().find(its)?;
-    let moved: Vec<String> =
-        reserved.said.moves.iter().map(|pod| format!("{}/{}", pod.namespace, pod.name)).collect();
+    let moved: Vec<String> = reserved.said.moves.iter().map(PodReference::id).collect();
     Some(sentence(&board.gpu_nodes[reserved.node].name_any(), &moved))
 }
 
