@@ -38,7 +38,7 @@ fn main() -> Result<()> {
     let wanted = |table: &str| arguments.table.as_deref().is_none_or(|only| only == table);
     let jobs = arguments.jobs;
     if wanted("online") {
-        println!("{}", online::without_moves(&one_model(GPUS), &Rule::ON_ONE_MODEL, &LOADS, &seeds, jobs));
+        println!("{}", online::without_moves(&one_model(GPUS), Rule::ON_ONE_MODEL, &LOADS, &seeds, jobs));
     }
     if wanted("mixed") {
         println!("{}", online::without_moves(&three_models(NODES)?, &Rule::ALL, &LOADS, &seeds, jobs));

@@ -33,16 +33,6 @@ pub enum Rule {
 }
 
 impl Rule {
-    /// Those that differ where all GPUs are of one model.
-    pub const ON_ONE_MODEL: [Self; 7] = [
-        Self::Spread,
-        Self::Random,
-        Self::FirstFit,
-        Self::BestFit,
-        Self::Hami,
-        Self::BestFitBestStart,
-        Self::FewestSpoilt,
-    ];
     /// All of them.
     pub const ALL: [Self; 8] = [
         Self::Spread,
@@ -54,6 +44,8 @@ impl Rule {
         Self::FewestSpoilt,
         Self::LeastGiven,
     ];
+    /// Those that differ where all GPUs are of one model: all but the last.
+    pub const ON_ONE_MODEL: &[Self] = Self::ALL.split_at(Self::ALL.len() - 1).0;
 
     fn counts_spoilt(self) -> bool {
         matches!(self, Self::BestFitBestStart | Self::FewestSpoilt | Self::LeastGiven)

@@ -154,6 +154,42 @@ fn made_by(controller: &str, name: &str) -> PodInfo {
     pod
 }
 
+/// The pod's entry for an instance.
+fn entry_of(pod: &PodInfo, gpu: &str, profile: &str, start: u32, request: &str) -> Partition {
+    Partition {
+        gpu: gpu.into(),
+        instance: Some(wanted(profile, start)),
+        owner: Owner::Claim(ClaimOwner {
+            namespace: "default".into(),
+            name: pod.own_claim().unwrap().into(),
+            pod: pod.name.clone(),
+            pod_uid: pod.uid.clone(),
+            request: request.into(),
+        }),
+    }
+}
+
+/// What is kept for the next of a pod that has gone.
+fn kept_for(moved: &str, gpu: &str, profile: &str, start: u32) -> Partition {
+    Partition {
+        gpu: gpu.into(),
+        instance: Some(wanted(profile, start)),
+        owner: Owner::Reservation(Reservation {
+            pod: PodReference { namespace: "default".into(), name: moved.into(), uid: moved.into() },
+            controller: Some(format!("rs-of-{moved}")),
+            expires: "2100-01-01T00:00:00Z".into(),
+            ..Reservation::default()
+        }),
+    }
+}
+
+fn next_of(moved: &str, profile: &str) -> PodInfo {
+    let mut next = made_by(&format!("rs-of-{moved}"), &format!("{moved}-next"));
+    let asks = gated_pod(&next.name, &format!("nvidia.com/mig-{profile}"), json!({}));
+    next.detail.as_mut().unwrap().original = asks.detail.unwrap().original;
+    next
+}
+
 /// The pod has the instance, and a claim that says so.
 fn give(mut world: World, pod: &PodInfo, profile: &str, start: u32) -> World {
     let node = pod.node.as_deref().unwrap();
@@ -164,17 +200,7 @@ fn give(mut world: World, pod: &PodInfo, profile: &str, start: u32) -> World {
     claim.metadata.resource_version = Some("2".into());
     let request = claims::devices(&claim).unwrap().requests.as_ref().unwrap()[0].name.clone();
     let gpu = world.gpu_nodes.get(node).unwrap().status.as_ref().unwrap().gpus[0].uuid.clone();
-    let entry = Partition {
-        gpu,
-        instance: Some(wanted(profile, start)),
-        owner: Owner::Claim(ClaimOwner {
-            namespace: "default".into(),
-            name: name.into(),
-            pod: pod.name.clone(),
-            pod_uid: pod.uid.clone(),
-            request,
-        }),
-    };
+    let entry = entry_of(pod, &gpu, profile, start, &request);
     let allocation = claims::allocate(
         &claim,
         world.gpu_nodes.get(node).unwrap(),
@@ -419,28 +445,17 @@ fn two_who_come_at_once_do_not_get_the_same_slices() {
     // On n0 two slices are kept for the next of two who have gone; a third, with an instance, would suit both better.
     let mut story = Story::begins();
     story.change("large", |pod| pod.deleting = true);
-    let kept = |start: u32, moved: &str| Partition {
-        gpu: "GPU-0".into(),
-        instance: Some(wanted("1g.10gb", start)),
-        owner: Owner::Reservation(Reservation {
-            pod: PodReference { namespace: "default".into(), name: moved.into(), uid: moved.into() },
-            controller: Some(format!("rs-of-{moved}")),
-            expires: "2100-01-01T00:00:00Z".into(),
-            ..Reservation::default()
-        }),
-    };
     story.world.replace_gpu_node(
         |node| {
-            node.spec.partitions.extend([kept(0, "a"), kept(1, "b")]);
+            node.spec
+                .partitions
+                .extend([kept_for("a", "GPU-0", "1g.10gb", 0), kept_for("b", "GPU-0", "1g.10gb", 1)]);
             node.status.as_mut().unwrap().gpus[0].instances.push(instance("1g.10gb", 3));
         },
         "n0",
     );
     for moved in ["a", "b"] {
-        let mut next = made_by(&format!("rs-of-{moved}"), &format!("{moved}-next"));
-        let asks = gated_pod(&next.name, "nvidia.com/mig-1g.10gb", json!({}));
-        next.detail.as_mut().unwrap().original = asks.detail.unwrap().original;
-        story.add(next);
+        story.add(next_of(moved, "1g.10gb"));
     }
     story.cycle();
     assert_eq!(
@@ -461,16 +476,7 @@ fn two_who_come_at_once_do_not_get_the_same_slices() {
 #[test]
 fn whose_slices_are_kept_for_somebody_already_is_not_moved_for_another() {
     let mut story = Story::begins();
-    let kept = Partition {
-        gpu: "GPU-1".into(),
-        instance: Some(wanted("3g.40gb", 4)),
-        owner: Owner::Reservation(Reservation {
-            pod: PodReference { namespace: "default".into(), name: "a".into(), uid: "a".into() },
-            controller: Some("rs-of-a".into()),
-            expires: "2100-01-01T00:00:00Z".into(),
-            ..Reservation::default()
-        }),
-    };
+    let kept = kept_for("a", "GPU-1", "3g.40gb", 4);
     story.world.replace_gpu_node(|node| node.spec.partitions.push(kept), "n1");
     story.cycle();
     assert_eq!(story.entries("n0"), ["3g.40gb@4 t0", "7g.80gb@0 (large)"]);
@@ -543,26 +549,6 @@ fn who_shares_a_claim_is_not_moved() {
     assert_eq!(story.entries("n1"), ["3g.40gb@4 t1"]);
 }
 
-fn kept_for(moved: &str, gpu: &str, profile: &str, start: u32) -> Partition {
-    Partition {
-        gpu: gpu.into(),
-        instance: Some(wanted(profile, start)),
-        owner: Owner::Reservation(Reservation {
-            pod: PodReference { namespace: "default".into(), name: moved.into(), uid: moved.into() },
-            controller: Some(format!("rs-of-{moved}")),
-            expires: "2100-01-01T00:00:00Z".into(),
-            ..Reservation::default()
-        }),
-    }
-}
-
-fn next_of(moved: &str, profile: &str) -> PodInfo {
-    let mut next = made_by(&format!("rs-of-{moved}"), &format!("{moved}-next"));
-    let asks = gated_pod(&next.name, &format!("nvidia.com/mig-{profile}"), json!({}));
-    next.detail.as_mut().unwrap().original = asks.detail.unwrap().original;
-    next
-}
-
 #[test]
 fn who_comes_while_another_is_given_its_place_finds_the_rest_of_the_node() {
     for with_next in [false, true] {
@@ -596,17 +582,7 @@ fn who_has_a_place_is_no_successor_even_where_it_fails() {
         .world
         .replace_gpu_node(|node| node.spec.partitions.push(kept_for("a", "GPU-0", "3g.40gb", 0)), "n0");
     let x = made_by("rs-of-a", "x");
-    let entry = |gpu: &str| Partition {
-        gpu: gpu.into(),
-        instance: Some(wanted("3g.40gb", 0)),
-        owner: Owner::Claim(ClaimOwner {
-            namespace: "default".into(),
-            name: "claim-of-x".into(),
-            pod: "x".into(),
-            pod_uid: "uid-of-x".into(),
-            request: "main-nvidia-com-mig-3g-40gb-0".into(),
-        }),
-    };
+    let entry = entry_of(&x, "GPU-0b", "3g.40gb", 0, "main-nvidia-com-mig-3g-40gb-0");
     // same node, another GPU that fails
     story.world.replace_gpu_node(
         |node| {
@@ -614,7 +590,7 @@ fn who_has_a_place_is_no_successor_even_where_it_fails() {
             other.problem =
                 Some(kerf_crds::gpu_node::Reason { reason: "UNKNOWN".into(), message: "m".into() });
             node.status.as_mut().unwrap().gpus.push(other);
-            node.spec.partitions.push(entry("GPU-0b"));
+            node.spec.partitions.push(entry);
         },
         "n0",
     );
@@ -632,17 +608,7 @@ fn who_has_a_place_is_no_successor_even_where_its_node_is_cordoned() {
         .world
         .replace_gpu_node(|node| node.spec.partitions.push(kept_for("a", "GPU-0", "3g.40gb", 0)), "n0");
     let x = made_by("rs-of-a", "x");
-    let entry = Partition {
-        gpu: "GPU-1".into(),
-        instance: Some(wanted("3g.40gb", 0)),
-        owner: Owner::Claim(ClaimOwner {
-            namespace: "default".into(),
-            name: "claim-of-x".into(),
-            pod: "x".into(),
-            pod_uid: "uid-of-x".into(),
-            request: "r".into(),
-        }),
-    };
+    let entry = entry_of(&x, "GPU-1", "3g.40gb", 0, "r");
     story.world.replace_gpu_node(|node| node.spec.partitions.push(entry), "n1");
     story.cordon("n1");
     story.add(x);
@@ -726,17 +692,7 @@ fn who_came_in_place_of_another_leaves_a_bad_place_like_anybody() {
         let mut story = Story::begins();
         story.change("large", |pod| pod.deleting = true);
         let x = next_of("a", "3g.40gb");
-        let entry = Partition {
-            gpu: "GPU-0".into(),
-            instance: Some(wanted("3g.40gb", 0)),
-            owner: Owner::Claim(ClaimOwner {
-                namespace: "default".into(),
-                name: x.own_claim().unwrap().into(),
-                pod: x.name.clone(),
-                pod_uid: x.uid.clone(),
-                request: "r".into(),
-            }),
-        };
+        let entry = entry_of(&x, "GPU-0", "3g.40gb", 0, "r");
         story.world.replace_gpu_node(|node| node.spec.partitions.push(entry), "n0");
         story.add(x);
         story.cordon("n0");
