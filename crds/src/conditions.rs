@@ -77,6 +77,24 @@ pub mod problem_reason {
     pub const CHECKPOINT_FAILED: &str = "CheckpointFailed";
     /// A call into the driver has not come back.
     pub const CALL_HANGS: &str = "CallHangs";
+    /// Shares are wanted of a GPU in MIG mode.
+    pub const MIG_ON: &str = "MigOn";
+    /// The GPU, or its instance, cannot carry shares here.
+    pub const SHARING_UNAVAILABLE: &str = "SharingUnavailable";
+    /// The share's id or one of its sizes can be none.
+    pub const BAD_SHARE: &str = "BadShare";
+    /// Nobody here enforces the share's limit on memory as it wants it enforced.
+    pub const ISOLATION_UNAVAILABLE: &str = "IsolationUnavailable";
+    /// The server that carries shares of another size cannot carry this one.
+    pub const SIZES_DIFFER: &str = "SizesDiffer";
+    /// The MPS server is not there yet, or not well.
+    pub const MPS_NOT_READY: &str = "MpsNotReady";
+    /// The MPS server or its control daemon gives no answer; its pod is replaced.
+    pub const MPS_HANGS: &str = "MpsHangs";
+    /// MPS does not say that the share's limits are in force.
+    pub const LIMITS_NOT_IN_FORCE: &str = "LimitsNotInForce";
+    /// The pod of an MPS server cannot be made or deleted.
+    pub const POD_FAILED: &str = "PodFailed";
 }
 
 /// Kerf's condition on the pods that it handles.
@@ -104,6 +122,12 @@ pub mod pod_reason {
     pub const QUOTA: &str = "QuotaExceeded";
     /// The claim cannot be served as written; the message says what would be right.
     pub const BAD_CLAIM: &str = "BadClaim";
+    /// A claim that it shares is allocated for another pod first.
+    pub const WAITS_FOR_CLAIM: &str = "WaitsForClaim";
+    /// Too few pods of its gang are there, have a place or are ready.
+    pub const WAITS_FOR_GANG: &str = "WaitsForGang";
+    /// Its gang cannot be read, or the gang's pods disagree; the message says what would be right.
+    pub const BAD_GANG: &str = "BadGang";
     /// Other scheduling gates are still on the pod.
     pub const OTHER_GATES: &str = "OtherGates";
     /// A step on the hardware or the API failed and is being retried.

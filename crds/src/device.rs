@@ -6,7 +6,18 @@
 
 use std::collections::BTreeMap;
 
-use crate::gpu_node::{Gpu, GpuNodeStatus, Profile};
+use crate::gpu_node::{Geometry, Gpu, GpuNodeStatus, Profile};
+
+/// A device on a GPU.
+#[derive(Clone, Copy, Debug)]
+pub enum Device<'a> {
+    /// The whole of it.
+    Gpu,
+    /// An instance of one of the geometry's profiles, with the UUID of its MIG device where it exists.
+    Instance(&'a Geometry, &'a Profile, Option<&'a str>),
+    /// What shares of the GPU are parts of.
+    Share,
+}
 
 /// Value of an attribute.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -20,8 +31,10 @@ pub enum Value {
 
 /// Names of attributes. Those without a domain are in the driver's, `gpu.kerf.dev`.
 pub mod attribute {
-    /// `gpu` or `mig`.
+    /// `gpu`, `mig` or `share`.
     pub const TYPE: &str = "type";
+    /// Who enforces the limit on a share's memory: `driver` or `process`; shares only.
+    pub const ISOLATION: &str = "isolation";
     /// UUID of the GPU, or of the MIG device (known once the instance exists).
     pub const UUID: &str = "uuid";
     /// UUID of the GPU that an instance is on; of a whole GPU its own.
@@ -52,6 +65,8 @@ pub mod capacity {
     pub const MEMORY: &str = "memory";
     /// Streaming multiprocessors; instances only.
     pub const MULTIPROCESSORS: &str = "multiprocessors";
+    /// Percent of the whole GPU's multiprocessors, rounded down.
+    pub const COMPUTE: &str = "compute";
 }
 
 /// Attributes that are the same for every device on one GPU: those that constraints can compare.
@@ -67,29 +82,33 @@ pub const GPU_ATTRIBUTES: [&str; 9] = [
     attribute::PCIE_ROOT,
 ];
 
-/// The attributes of a whole GPU (`instance: None`) or of an instance of the profile on it, with the UUID of its MIG
-/// device where it exists.
-pub fn attributes(
-    status: &GpuNodeStatus,
-    gpu: &Gpu,
-    instance: Option<(&Profile, Option<&str>)>,
-) -> BTreeMap<&'static str, Value> {
+/// The attributes of a device.
+pub fn attributes(status: &GpuNodeStatus, gpu: &Gpu, device: Device<'_>) -> BTreeMap<&'static str, Value> {
     let text = |text: &str| Value::String(text.to_owned());
+    let kind = match device {
+        Device::Gpu => "gpu",
+        Device::Instance(..) => "mig",
+        Device::Share => "share",
+    };
     let mut all = BTreeMap::from([
-        (attribute::TYPE, text(if instance.is_some() { "mig" } else { "gpu" })),
+        (attribute::TYPE, text(kind)),
         (attribute::PARENT_UUID, text(&gpu.uuid)),
         (attribute::INDEX, Value::Int(gpu.index.into())),
         (attribute::PRODUCT, text(&gpu.product)),
     ]);
-    match instance {
-        None => {
+    match device {
+        Device::Gpu => {
             all.insert(attribute::UUID, text(&gpu.uuid));
         }
-        Some((profile, uuid)) => {
+        Device::Instance(_, profile, uuid) => {
             all.insert(attribute::PROFILE, text(&profile.name));
             if let Some(uuid) = uuid {
                 all.insert(attribute::UUID, text(uuid));
             }
+        }
+        Device::Share => {
+            let isolation = gpu.sharing.as_ref().map(|sharing| sharing.isolation).unwrap_or_default();
+            all.insert(attribute::ISOLATION, text(isolation.word()));
         }
     }
     if let Some(version) = semantic_version(&status.driver_version) {
@@ -113,14 +132,21 @@ pub fn attributes(
     all
 }
 
-/// The capacities of a whole GPU or of an instance of the profile: bytes or counts.
-pub fn capacities(gpu: &Gpu, profile: Option<&Profile>) -> BTreeMap<&'static str, u64> {
-    match profile {
-        None => BTreeMap::from([(capacity::MEMORY, gpu.memory_bytes)]),
-        Some(profile) => BTreeMap::from([
-            (capacity::MEMORY, profile.memory_bytes),
-            (capacity::MULTIPROCESSORS, profile.multiprocessors.into()),
-        ]),
+/// The capacities of a device: bytes, counts or percent.
+pub fn capacities(gpu: &Gpu, device: Device<'_>) -> BTreeMap<&'static str, u64> {
+    match device {
+        Device::Gpu | Device::Share => {
+            BTreeMap::from([(capacity::MEMORY, gpu.memory_bytes), (capacity::COMPUTE, 100)])
+        }
+        Device::Instance(geometry, profile, _) => {
+            let multiprocessors = u64::from(profile.multiprocessors);
+            let of_all = (100 * multiprocessors).checked_div(geometry.multiprocessors.into());
+            BTreeMap::from([
+                (capacity::MEMORY, profile.memory_bytes),
+                (capacity::MULTIPROCESSORS, multiprocessors),
+                (capacity::COMPUTE, of_all.unwrap_or_default()),
+            ])
+        }
     }
 }
 

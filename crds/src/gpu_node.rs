@@ -70,15 +70,18 @@ pub enum DesiredMig {
     Keep,
 }
 
-/// One wanted partition: a MIG instance at an exact place, or a whole GPU.
+/// One wanted partition: a MIG instance at an exact place or a whole GPU, or a share of one of the two.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Partition {
     /// UUID of the GPU.
     pub gpu: String,
-    /// The MIG instance; left out for a whole GPU.
+    /// The MIG instance; left out for the GPU itself.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub instance: Option<WantedInstance>,
+    /// The share of it; left out for all of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub share: Option<WantedShare>,
     /// Whose it is.
     pub owner: Owner,
 }
@@ -91,6 +94,45 @@ pub struct WantedInstance {
     pub profile: String,
     /// Memory slices that it occupies.
     pub placement: Placement,
+}
+
+/// A share of a GPU or of a MIG instance, in exact sizes.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct WantedShare {
+    /// A lower-case UUID of its own: the `shareID` of its allocation.
+    pub id: String,
+    /// Most memory that the share's processes may have together, in bytes.
+    pub memory_bytes: u64,
+    /// Most of the GPU's multiprocessors that they may use: thousandths of a percent of the whole GPU's, 30 % is 30000.
+    pub compute_milli: u32,
+    /// Who must at least enforce the limit on memory.
+    pub isolation: Isolation,
+}
+
+/// Who keeps a tenant within its limits, from the weakest on.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
+pub enum Isolation {
+    /// MPS, for each process of the tenant by itself; a process can get around it.
+    #[default]
+    Process,
+    /// The GPU's driver, for all processes of the tenant's pod together, whatever they do.
+    Driver,
+    /// The hardware: a MIG instance or a whole GPU.
+    Hardware,
+}
+
+impl Isolation {
+    /// As annotations and attributes have it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Process => "process",
+            Self::Driver => "driver",
+            Self::Hardware => "hardware",
+        }
+    }
 }
 
 /// `[start, start+size)` in the GPU's memory slices.
@@ -108,7 +150,8 @@ pub struct Placement {
 impl Placement {
     /// Whether the two share a slice.
     pub fn overlaps(&self, other: &Placement) -> bool {
-        self.start < other.start + other.size && other.start < self.start + self.size
+        self.start < other.start.saturating_add(other.size)
+            && other.start < self.start.saturating_add(self.size)
     }
 }
 
@@ -285,6 +328,52 @@ pub struct Gpu {
     /// Its MIG instances, in order of placement.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub instances: Vec<Instance>,
+    /// Present: it can carry shares, and so can its MIG instances; what its driver and MPS can do.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sharing: Option<Sharing>,
+    /// The shares on it and on its instances, in order of their ids.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shares: Vec<Share>,
+}
+
+/// What a GPU's driver and its MPS can do for shares.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Sharing {
+    /// Who enforces the limit on the memory of shares of the GPU itself. Inside MIG instances it is always `Process`.
+    pub isolation: Isolation,
+    /// Processes that one MPS server takes as clients.
+    pub max_clients: u32,
+    /// True: one server has one limit for all its clients, so the shares of a GPU or instance must be of one size.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub equal_sizes: bool,
+}
+
+/// A share. Without a `problem` its limits are in force: set, read back, and found to be what is wanted.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct Share {
+    /// As in `spec.partitions[].share.id`.
+    pub id: String,
+    /// The MIG instance that carries it; left out if it is the GPU itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placement: Option<Placement>,
+    /// Limit on memory in force, in bytes.
+    pub memory_bytes: u64,
+    /// Limit on multiprocessors in force, in whole percent of its carrier's: MPS takes no fractions, so what is wanted is
+    /// rounded up to it.
+    pub compute_percent: u32,
+    /// Who enforces the limit on memory.
+    pub isolation: Isolation,
+    /// The claims that it is prepared for.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub claims: Vec<ClaimReference>,
+    /// Processes of its clients.
+    #[serde(default)]
+    pub processes: u32,
+    /// Present: the limits are not in force, and why. It is not given out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<Reason>,
 }
 
 /// A GPU's MIG mode.
@@ -342,6 +431,13 @@ pub struct Instance {
 }
 
 impl Instance {
+    /// Whether a claim or a process still uses it.
+    pub fn in_use(&self) -> bool {
+        !self.claims.is_empty() || self.processes > 0
+    }
+}
+
+impl Share {
     /// Whether a claim or a process still uses it.
     pub fn in_use(&self) -> bool {
         !self.claims.is_empty() || self.processes > 0

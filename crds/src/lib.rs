@@ -12,11 +12,13 @@
 pub mod conditions;
 pub mod definitions;
 pub mod device;
+pub mod gang;
 pub mod gpu_node;
 pub mod names;
 pub mod partition_policy;
 pub mod pattern;
 pub mod profile;
+pub mod quantity;
 pub mod requests;
 
 pub use gpu_node::{GpuNode, GpuNodeSpec, GpuNodeStatus};

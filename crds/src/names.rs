@@ -32,6 +32,12 @@ pub const POD_OPT_OUT: &str = "kerf.dev/ignore";
 /// controller makes in its place is given another partition.
 pub const MOVABLE: &str = "kerf.dev/movable";
 
+/// Annotation with the name of the gang that a pod is of, unique in its namespace: see [`crate::gang`].
+pub const GANG: &str = "kerf.dev/gang";
+
+/// Annotation that says how many of the gang's pods must run together.
+pub const GANG_SIZE: &str = "kerf.dev/gang-size";
+
 /// Annotation by which Kubernetes' controllers tell which of their pods to spare; also the price of a move.
 pub const DELETION_COST: &str = "controller.kubernetes.io/pod-deletion-cost";
 
@@ -50,10 +56,36 @@ pub const GPU_CLASS: &str = "gpu.kerf.dev";
 /// DeviceClass of every MIG instance, whatever its profile.
 pub const MIG_CLASS: &str = "mig.kerf.dev";
 
+/// DeviceClass of shares.
+pub const SHARE_CLASS: &str = "share.kerf.dev";
+
+/// In a container's limits: memory of a share, as a quantity of bytes (`12Gi`).
+pub const SHARE_MEMORY: &str = "kerf.dev/gpu-memory";
+
+/// In a container's limits: compute of a share, in percent of a GPU's multiprocessors.
+pub const SHARE_COMPUTE: &str = "kerf.dev/gpu-compute";
+
+/// In a container's limits: on how many GPUs it is to have such a share. More than one is refused: a process finds one MPS
+/// server only, and each GPU has its own.
+pub const SHARE_GPUS: &str = "kerf.dev/gpus";
+
+/// Annotation with the weakest isolation that a pod accepts for its shares: `driver` or `process`. Left out: what the
+/// policy of the GPU accepts.
+pub const ISOLATION: &str = "kerf.dev/isolation";
+
 /// Server-side apply owner and event reporter names.
 pub const OPERATOR: &str = "kerf-operator";
 /// See [`OPERATOR`].
 pub const NODE_DAEMON: &str = "kerf-node-daemon";
+
+/// PodTemplate in Kerf's namespace that the pods of MPS servers are made from.
+pub const MPS_SERVER: &str = "mps-server";
+
+/// Annotation on the pod of an MPS server: UUID of its GPU.
+pub const MPS_GPU: &str = "kerf.dev/gpu";
+
+/// Annotation on the pod of an MPS server: what it was made for and cannot be changed in.
+pub const MPS_FORM: &str = "kerf.dev/mps-form";
 
 /// DeviceClass of one profile, e.g. `mig-1g.10gb.me.kerf.dev` for `1g.10gb+me`.
 pub fn profile_class(profile: &str) -> String {
@@ -64,6 +96,11 @@ pub fn profile_class(profile: &str) -> String {
 /// for its name, since `+me` and `-me` would both become `-me` in a DNS label.
 pub fn instance_device(gpu_name: &str, profile_id: u32, start: u32) -> String {
     format!("{gpu_name}-mig-{profile_id}-{start}")
+}
+
+/// Name of the DRA device that the shares of a GPU, or of a MIG instance on it, are parts of.
+pub fn share_device(carrier: &str) -> String {
+    format!("{carrier}-share")
 }
 
 /// Name of a whole GPU as a DRA device is the GPU's name in `GpuNode.status`, itself made from the UUID: the first

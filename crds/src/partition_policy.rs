@@ -1,10 +1,12 @@
 //! `PartitionPolicy`: what an administrator wants done with which GPUs.
 
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, LabelSelector};
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::gpu_node::Isolation;
 use crate::pattern::Pattern;
 
 /// A PartitionPolicy says which GPUs of which nodes Kerf partitions, and how: cut to fit the pods that are waiting
@@ -43,6 +45,10 @@ pub struct PartitionPolicySpec {
     /// How matched GPUs are cut.
     #[serde(default)]
     pub mig: MigPolicy,
+
+    /// Which GPUs may be shared out in parts under MPS. Left out: none.
+    #[serde(default)]
+    pub shares: SharesPolicy,
 
     /// Whether pods that ask for whole GPUs by `nvidia.com/gpu` are served from the matched GPUs. `Serve`: such pods in
     /// opted-in namespaces wait for Kerf. `Ignore`: they are left to whoever else serves that resource; claims against
@@ -195,6 +201,73 @@ pub struct WarmInstances {
     /// How many free instances to keep.
     #[schemars(range(min = 0, max = 1024))]
     pub count: u32,
+}
+
+/// Shares: parts of GPUs, of any size, that several pods have at the same time under MPS. Which limits hold against what
+/// is said in docs/isolation.md.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct SharesPolicy {
+    /// Whether the matched GPUs may carry shares while they are not cut into instances.
+    #[serde(default)]
+    pub gpus: SharesMode,
+
+    /// The weakest isolation that is handed out on these GPUs. `Driver`: only where the GPU's driver enforces the limit on
+    /// memory. `Process`: also where MPS alone does, which a process can get around.
+    #[serde(default = "default_isolation")]
+    pub isolation: Isolation,
+
+    /// Most shares on one GPU. MPS itself allows 48 or 60 clients.
+    #[serde(default = "default_max_shares")]
+    #[schemars(range(min = 1, max = 60))]
+    pub max_per_gpu: u32,
+
+    /// Memory of each GPU that is not shared out, in bytes or as a quantity (`2Gi`): MPS itself and each client's context
+    /// need some.
+    #[serde(default = "default_memory_reserve")]
+    pub memory_reserve: Quantity,
+
+    /// How much compute the shares of one GPU may have together, in percent of it. Above 100 they get in each other's
+    /// way when all are busy.
+    #[serde(default = "default_compute_percent")]
+    #[schemars(range(min = 100, max = 1000))]
+    pub compute_percent: u32,
+}
+
+/// Whether GPUs may carry shares.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub enum SharesMode {
+    Allow,
+    #[default]
+    Never,
+}
+
+fn default_isolation() -> Isolation {
+    Isolation::Driver
+}
+
+fn default_max_shares() -> u32 {
+    48
+}
+
+fn default_memory_reserve() -> Quantity {
+    Quantity("1Gi".to_owned())
+}
+
+fn default_compute_percent() -> u32 {
+    100
+}
+
+impl Default for SharesPolicy {
+    fn default() -> Self {
+        Self {
+            gpus: SharesMode::default(),
+            isolation: default_isolation(),
+            max_per_gpu: default_max_shares(),
+            memory_reserve: default_memory_reserve(),
+            compute_percent: default_compute_percent(),
+        }
+    }
 }
 
 /// Whether `nvidia.com/gpu` is served.

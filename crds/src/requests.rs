@@ -5,11 +5,14 @@
 //!
 //! Semantics are those of extended resources: app containers and sidecars each have devices of their own; init
 //! containers run before the app containers and reuse theirs, so a pod needs, per resource, the larger of (all app
-//! containers and sidecars together) and (each init container and the sidecars started before it).
+//! containers and sidecars together) and (each init container and the sidecars started before it). Shares of one size are
+//! like one resource.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
+
+use crate::gpu_node::Isolation;
 
 /// What each container asked for: the content of the annotation [`crate::names::ORIGINAL_RESOURCES`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -21,6 +24,9 @@ pub struct OriginalResources {
     /// In the order of `spec.containers`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub containers: Vec<ContainerRequest>,
+    /// The weakest isolation that the pod accepts for its shares; left out: what policies accept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub isolation: Option<Isolation>,
 }
 
 /// One container's extended resources.
@@ -33,7 +39,46 @@ pub struct ContainerRequest {
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub sidecar: bool,
     /// Resource name → count of devices.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub resources: BTreeMap<String, u32>,
+    /// Its share of a GPU.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub share: Option<ShareSize>,
+}
+
+/// The least memory of a share: a CUDA context alone takes more.
+pub const LEAST_SHARE_MEMORY: u64 = 64 << 20;
+
+/// How large a share is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+pub struct ShareSize {
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Compute, in percent of the GPU's multiprocessors.
+    pub compute_percent: u32,
+}
+
+/// What a device is to be.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Asked {
+    /// What the extended resource stands for.
+    Resource(String),
+    Share(ShareSize),
+}
+
+impl ContainerRequest {
+    /// What it asks for, with the number of devices of each kind.
+    pub fn asked(&self) -> impl Iterator<Item = (Asked, u32)> {
+        let resources = self.resources.iter().map(|(name, count)| (Asked::Resource(name.clone()), *count));
+        let share = self.share.iter().map(|size| (Asked::Share(*size), 1));
+        resources.chain(share).filter(|(_, count)| *count > 0)
+    }
+
+    /// Whether it asks for nothing.
+    pub fn is_empty(&self) -> bool {
+        self.resources.is_empty() && self.share.is_none()
+    }
 }
 
 /// One device of the claim.
@@ -41,8 +86,8 @@ pub struct ContainerRequest {
 pub struct DeviceRequest {
     /// Name of the request in the claim, a DNS label: `device-0`.
     pub name: String,
-    /// The extended resource that it stands for.
-    pub resource: String,
+    /// What it is to be.
+    pub asked: Asked,
 }
 
 /// The claim's requests and who uses which.
@@ -74,10 +119,10 @@ pub fn parse(annotation: &str) -> Result<OriginalResources, String> {
     let original: OriginalResources = serde_json::from_str(annotation).map_err(|error| error.to_string())?;
     // The most of one container, and the number of resources, are never more than the whole.
     let mut asked: u64 = 0;
-    let mut resources = std::collections::BTreeSet::new();
+    let mut resources = BTreeSet::new();
     for container in original.init_containers.iter().chain(&original.containers) {
-        asked = asked.max(container.resources.values().map(|count| u64::from(*count)).sum());
-        resources.extend(container.resources.iter().filter(|(_, count)| **count > 0).map(|(name, _)| name));
+        asked = asked.max(container.asked().map(|(_, count)| u64::from(count)).sum());
+        resources.extend(container.asked().map(|(asked, _)| asked));
     }
     asked = asked.max(resources.len() as u64);
     if asked <= MAX_DEVICES as u64 {
@@ -89,23 +134,19 @@ pub fn parse(annotation: &str) -> Result<OriginalResources, String> {
 /// Gives every container its devices; see the module's text for who shares with whom.
 pub fn expand(original: &OriginalResources) -> Expanded {
     let mut expanded = Expanded::default();
-    let resources: std::collections::BTreeSet<&String> = original
-        .init_containers
-        .iter()
-        .chain(&original.containers)
-        .flat_map(|container| {
-            container.resources.iter().filter(|(_, count)| **count > 0).map(|(name, _)| name)
-        })
-        .collect();
-    for resource in resources {
-        expand_one(original, resource, &mut expanded);
+    let containers = original.init_containers.iter().chain(&original.containers);
+    let kinds: BTreeSet<Asked> =
+        containers.flat_map(|container| container.asked().map(|(asked, _)| asked)).collect();
+    for kind in kinds {
+        expand_one(original, &kind, &mut expanded);
     }
     expanded
 }
 
-fn expand_one(original: &OriginalResources, resource: &str, expanded: &mut Expanded) {
-    let count =
-        |container: &ContainerRequest| container.resources.get(resource).copied().unwrap_or(0) as usize;
+fn expand_one(original: &OriginalResources, kind: &Asked, expanded: &mut Expanded) {
+    let count = |container: &ContainerRequest| {
+        container.asked().filter(|(asked, _)| asked == kind).map(|(_, count)| count as usize).sum::<usize>()
+    };
     let first = expanded.requests.len();
     let name = |index: usize| format!("device-{}", first + index);
     let mut take = |container: &ContainerRequest, range: std::ops::Range<usize>| {
@@ -134,7 +175,7 @@ fn expand_one(original: &OriginalResources, resource: &str, expanded: &mut Expan
     total = total.max(next);
     expanded
         .requests
-        .extend((0..total).map(|index| DeviceRequest { name: name(index), resource: resource.to_owned() }));
+        .extend((0..total).map(|index| DeviceRequest { name: name(index), asked: kind.clone() }));
 }
 
 #[cfg(test)]
@@ -146,6 +187,7 @@ mod tests {
             name: name.into(),
             sidecar,
             resources: resources.iter().map(|(r, c)| ((*r).into(), *c)).collect(),
+            share: None,
         }
     }
 
@@ -155,14 +197,17 @@ mod tests {
             let name = |index: usize| format!("c{index}");
             let containers =
                 counts.iter().enumerate().map(|(i, n)| container(&name(i), false, &[("m", *n)])).collect();
-            parse(&serde_json::to_string(&OriginalResources { init_containers: vec![], containers }).unwrap())
+            parse(
+                &serde_json::to_string(&OriginalResources { containers, ..OriginalResources::default() })
+                    .unwrap(),
+            )
         };
         assert!(of(&[16, 16]).is_ok());
         assert!(of(&[16, 17]).unwrap_err().starts_with("asks for 33 devices"));
         assert!(of(&[u32::MAX, u32::MAX]).unwrap_err().starts_with("asks for 4294967295 devices"));
         let many = (0..33).map(|i| (format!("m{i}"), 1)).collect();
-        let all = ContainerRequest { name: "c".into(), sidecar: false, resources: many };
-        let all = OriginalResources { init_containers: vec![all], containers: vec![] };
+        let all = ContainerRequest { name: "c".into(), sidecar: false, resources: many, share: None };
+        let all = OriginalResources { init_containers: vec![all], ..OriginalResources::default() };
         assert!(parse(&serde_json::to_string(&all).unwrap()).is_err());
         assert!(parse("{").is_err());
     }
@@ -170,16 +215,16 @@ mod tests {
     #[test]
     fn app_containers_have_devices_of_their_own() {
         let expanded = expand(&OriginalResources {
-            init_containers: vec![],
             containers: vec![
                 container("a", false, &[("m1", 1)]),
                 container("b", false, &[("m1", 2), ("m2", 1)]),
             ],
+            ..OriginalResources::default()
         });
         assert_eq!(expanded.requests.len(), 4);
         assert_eq!(expanded.uses["a"], ["device-0"]);
         assert_eq!(expanded.uses["b"], ["device-1", "device-2", "device-3"]);
-        assert_eq!(expanded.requests[3].resource, "m2");
+        assert_eq!(expanded.requests[3].asked, Asked::Resource("m2".into()));
     }
 
     #[test]
@@ -187,6 +232,7 @@ mod tests {
         let expanded = expand(&OriginalResources {
             init_containers: vec![container("i", false, &[("m", 1)])],
             containers: vec![container("a", false, &[("m", 2)])],
+            ..OriginalResources::default()
         });
         assert_eq!(expanded.requests.len(), 2);
         assert_eq!(expanded.uses["i"], ["device-0"]);
@@ -194,10 +240,29 @@ mod tests {
     }
 
     #[test]
+    fn shares_of_one_size_are_like_one_resource() {
+        let share = |name: &str, memory_bytes| ContainerRequest {
+            share: Some(ShareSize { memory_bytes, compute_percent: 30 }),
+            ..container(name, false, &[])
+        };
+        let expanded = expand(&OriginalResources {
+            init_containers: vec![share("i", 5)],
+            containers: vec![share("a", 5), share("b", 5), share("c", 7), container("d", false, &[("m", 1)])],
+            ..OriginalResources::default()
+        });
+        assert_eq!(expanded.uses["i"], expanded.uses["a"]);
+        assert_ne!(expanded.uses["a"], expanded.uses["b"]);
+        let of_c = expanded.requests.iter().find(|request| request.name == expanded.uses["c"][0]).unwrap();
+        assert_eq!(of_c.asked, Asked::Share(ShareSize { memory_bytes: 7, compute_percent: 30 }));
+        assert_eq!(expanded.requests.len(), 4);
+    }
+
+    #[test]
     fn a_greedy_init_container_raises_the_total() {
         let expanded = expand(&OriginalResources {
             init_containers: vec![container("i", false, &[("m", 3)])],
             containers: vec![container("a", false, &[("m", 1)])],
+            ..OriginalResources::default()
         });
         assert_eq!(expanded.requests.len(), 3);
     }
@@ -211,6 +276,7 @@ mod tests {
                 container("late", false, &[("m", 1)]),
             ],
             containers: vec![container("a", false, &[("m", 1)])],
+            ..OriginalResources::default()
         });
         assert_eq!(expanded.requests.len(), 2);
         assert_eq!(expanded.uses["early"], ["device-0", "device-1"], "runs before the sidecar starts");

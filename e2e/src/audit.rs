@@ -5,7 +5,10 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::MicroTime;
+use k8s_openapi::jiff::Timestamp;
 use serde::Deserialize;
+use serde_json::Value;
 
 /// A write request that has been answered.
 #[derive(Clone, Debug)]
@@ -22,9 +25,16 @@ pub struct Write {
     pub name: String,
     /// The HTTP status of the answer.
     pub code: u16,
+    /// When the request came, and when it was answered.
+    pub received: Timestamp,
+    pub answered: Timestamp,
+    /// Path and query.
+    pub uri: String,
+    /// What was sent, where the log holds it. Of a patch, the patch.
+    pub body: Option<Value>,
 }
 
-/// Reads an audit log of level Metadata in JSON lines. A last line that is still being written is left out.
+/// Reads an audit log in JSON lines. A last line that is still being written is left out.
 pub(crate) fn read(path: &Path) -> Result<Vec<Write>> {
     let text = fs::read_to_string(path).with_context(|| {
         format!("failed to read {}; was the cluster started with `audit`?", path.display())
@@ -47,6 +57,10 @@ pub(crate) fn read(path: &Path) -> Result<Vec<Write>> {
             namespace: object.namespace,
             name: object.name,
             code: answer.code,
+            received: event.request_received_timestamp.0,
+            answered: event.stage_timestamp.0,
+            uri: event.request_uri,
+            body: event.request_object,
         });
     }
     Ok(writes)
@@ -73,6 +87,11 @@ struct Event {
     user: User,
     object_ref: Option<ObjectRef>,
     response_status: Option<Status>,
+    #[serde(rename = "requestURI")]
+    request_uri: String,
+    request_received_timestamp: MicroTime,
+    stage_timestamp: MicroTime,
+    request_object: Option<Value>,
 }
 
 #[derive(Deserialize)]

@@ -98,6 +98,7 @@ mod tests {
             partitions: vec![Partition {
                 gpu: "GPU-1".into(),
                 instance: Some(WantedInstance { profile: "3g.40gb".into(), placement }),
+                share: None,
                 owner: Owner::Claim(ClaimOwner {
                     namespace: "n".into(),
                     name: "c".into(),

@@ -56,6 +56,7 @@ impl Overlay {
     pub fn edit(&self, object: &mut Value) {
         let template = match object["kind"].as_str() {
             Some("Pod") => "/spec",
+            Some("PodTemplate") => "/template/spec",
             Some("DaemonSet" | "Deployment" | "StatefulSet" | "Job" | "ReplicaSet") => "/spec/template/spec",
             Some("CronJob") => "/spec/jobTemplate/spec/template/spec",
             _ => return,

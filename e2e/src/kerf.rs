@@ -10,11 +10,12 @@ use std::time::Duration;
 use anyhow::{Context as _, Result, bail};
 use k8s_openapi::api::core::v1::{Namespace, Pod};
 use kerf_crds::{GpuNode, PartitionPolicy};
-use kerf_sim::{GpuSpec, NodeSpec, SimNode};
-use kube::api::{Api, DeleteParams, ObjectMeta, PostParams};
+use kerf_sim::{Driver, GpuSpec, NodeSpec, SimNode};
+use kube::api::{Api, DeleteParams, ListParams, ObjectMeta, PostParams};
 use kube::{Client, ResourceExt as _};
 use serde::Deserialize;
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use crate::cluster::{Cluster, ClusterOptions, ControlPlaneOptions, NodeOptions, Program};
 use crate::images;
@@ -39,6 +40,10 @@ pub struct KerfOptions {
     pub operator: bool,
     /// Whether nodes write a log of NVML calls.
     pub log_calls: bool,
+    /// Branch of the nodes' driver, such as 615; `None`: the simulation's usual one.
+    pub driver_branch: Option<u32>,
+    /// What operators log, in the syntax of `RUST_LOG`.
+    pub operator_log: String,
     /// As in [`NodeOptions::kubelet_config`], for every node.
     pub kubelet_config: serde_json::Map<String, Value>,
 }
@@ -55,6 +60,8 @@ impl KerfOptions {
             control_plane: ControlPlaneOptions { audit: true, ..ControlPlaneOptions::default() },
             operator: true,
             log_calls: false,
+            driver_branch: None,
+            operator_log: "info,kerf_operator=debug".to_owned(),
             kubelet_config: serde_json::Map::new(),
         }
     }
@@ -75,6 +82,8 @@ impl KerfOptions {
 pub struct Kerf {
     pub cluster: Cluster,
     webhook_port: u16,
+    debug_port: u16,
+    operator_log: String,
     operators: tokio::sync::Mutex<BTreeMap<String, Program>>,
     started: AtomicU32,
 }
@@ -86,18 +95,23 @@ impl Kerf {
     /// # Errors
     /// Something did not come up; the message says what.
     pub async fn start(options: KerfOptions) -> Result<Self> {
-        let log_calls = options.log_calls;
+        let (log_calls, driver_branch) = (options.log_calls, options.driver_branch);
         let nodes = options.nodes.iter().map(|(name, gpus)| {
-            let spec = NodeSpec { log_calls, ..NodeSpec::new(name, gpus.clone()) };
+            let mut spec = NodeSpec { log_calls, ..NodeSpec::new(name, gpus.clone()) };
+            if let Some(branch) = driver_branch {
+                spec.driver = Driver::of_branch(branch);
+            }
             let mut node = NodeOptions::new(name.clone());
             node.kubelet_config = options.kubelet_config.clone();
             node.on_boot = Some(Arc::new(move |boot| {
-                if boot.first {
-                    SimNode::create(&boot.driver_root, &spec)?;
+                let sim = if boot.first {
+                    SimNode::create(&boot.driver_root, &spec)?
                 } else {
-                    SimNode::open(&boot.driver_root)?.reboot()?;
-                }
-                Ok(())
+                    let sim = SimNode::open(&boot.driver_root)?;
+                    sim.reboot()?;
+                    sim
+                };
+                Ok(sim.run_kernel()?)
             }));
             node
         });
@@ -107,10 +121,12 @@ impl Kerf {
             ..ClusterOptions::default()
         })
         .await?;
-        let webhook_port = cluster.free_port()?;
+        let (webhook_port, debug_port) = (cluster.free_port()?, cluster.free_port()?);
         let kerf = Self {
             cluster,
             webhook_port,
+            debug_port,
+            operator_log: options.operator_log.clone(),
             operators: tokio::sync::Mutex::default(),
             started: AtomicU32::new(0),
         };
@@ -135,9 +151,12 @@ impl Kerf {
 
     async fn load_images(&self) -> Result<()> {
         let busybox = self.cluster.toolchain().busybox.clone();
-        for (reference, program) in [(DAEMON_IMAGE, "kerf-node-daemon"), (JOB, "kerf-sim-job")] {
-            let program = built(program)?;
-            let image = images::image_from_binaries(&busybox, reference, &[&program])?;
+        let images: [(&str, &[&str]); 2] =
+            [(DAEMON_IMAGE, &["kerf-node-daemon"]), (JOB, &["kerf-sim-job", "kerf-sim-cuda"])];
+        for (reference, programs) in images {
+            let programs = programs.iter().map(|program| built(program)).collect::<Result<Vec<_>>>()?;
+            let programs: Vec<&Path> = programs.iter().map(PathBuf::as_path).collect();
+            let image = images::image_from_binaries(&busybox, reference, &programs)?;
             self.cluster.load_image(&image).await?;
         }
         Ok(())
@@ -146,8 +165,10 @@ impl Kerf {
     async fn install(&self) -> Result<()> {
         let client = self.cluster.client();
         let deploy = install::deploy_dir();
-        let overlay =
+        let mut overlay =
             Overlay::default().for_api_port(self.cluster.api_port()).image("kerf/node-daemon", DAEMON_IMAGE);
+        // All nodes have one network.
+        overlay.env.insert("METRICS_ADDRESS".to_owned(), "127.0.0.1:0".to_owned());
         install::apply_path(&client, &deploy.join("crds"), &Overlay::default()).await?;
         let mut files: Vec<PathBuf> = std::fs::read_dir(&deploy)
             .context("failed to read deploy/")?
@@ -197,6 +218,11 @@ impl Kerf {
         Ok(out.join("---\n"))
     }
 
+    /// Where the first operator's last plans can be read.
+    pub fn debug_port(&self) -> u16 {
+        self.debug_port
+    }
+
     /// Starts an operator under its service account. The first has the webhook's port, others one of their own.
     ///
     /// # Errors
@@ -214,7 +240,10 @@ impl Kerf {
         if operators.contains_key(name) {
             bail!("the operator {name} runs already");
         }
-        let port = if operators.is_empty() { self.webhook_port } else { self.cluster.free_port()? };
+        let (port, debug_port) = match operators.is_empty() {
+            true => (self.webhook_port, self.debug_port),
+            false => (self.cluster.free_port()?, self.cluster.free_port()?),
+        };
         let mut kubeconfig = self.cluster.kubeconfig_for_service_account(NAMESPACE, "operator", None).await?;
         if let Some(server) = server {
             kubeconfig = kubeconfig_with_server(&kubeconfig, server)?;
@@ -227,7 +256,8 @@ impl Kerf {
                 .env("POD_NAME", format!("{name}-{count}"))
                 .env("WEBHOOK_ADDRESS", format!("127.0.0.1:{port}"))
                 .env("WEBHOOK_NAMES", "127.0.0.1")
-                .env("RUST_LOG", "info,kerf_operator=debug")
+                .env("DEBUG_PORT", debug_port.to_string())
+                .env("RUST_LOG", &self.operator_log)
                 .env("RUST_BACKTRACE", "1");
         })?;
         operators.insert(name.to_owned(), program);
@@ -486,9 +516,9 @@ impl Kerf {
                 }
                 for gpu in node.status.iter().flat_map(|status| &status.gpus) {
                     let of_instances = gpu.instances.iter().flat_map(|instance| &instance.claims);
-                    for claim in
-                        gpu.claims.iter().chain(of_instances).filter(|claim| claim.namespace == namespace)
-                    {
+                    let of_shares = gpu.shares.iter().flat_map(|share| &share.claims);
+                    let all = gpu.claims.iter().chain(of_instances).chain(of_shares);
+                    for claim in all.filter(|claim| claim.namespace == namespace) {
                         left.push(format!("{} prepared on {}", claim.name, node.name_any()));
                     }
                 }
@@ -505,6 +535,29 @@ impl Kerf {
             if left.is_empty() { Ok(Seen::Yes(())) } else { Ok(Seen::NotYet(left.join(", "))) }
         })
         .await
+    }
+
+    /// What the node's daemon answers to Prometheus.
+    ///
+    /// # Errors
+    /// It does not say where its metrics are, or does not answer there.
+    pub async fn scrape(&self, node: &str) -> Result<String> {
+        let of = ListParams::default()
+            .labels("app.kubernetes.io/name=kerf-node-daemon")
+            .fields(&format!("spec.nodeName={node},status.phase=Running"));
+        let daemons = self.pods(NAMESPACE);
+        let daemon = daemons.list(&of).await?.items.pop().with_context(|| format!("no daemon on {node}"))?;
+        let log = daemons.logs(&daemon.name_any(), &Default::default()).await?;
+        let line = log.lines().rfind(|line| line.contains("metrics are at /metrics"));
+        let port =
+            line.and_then(|line| line.split("127.0.0.1:").nth(1)).map(str::trim).context(log.clone())?;
+        let mut stream = tokio::net::TcpStream::connect(format!("127.0.0.1:{port}")).await?;
+        stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: node\r\nConnection: close\r\n\r\n").await?;
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await?;
+        let (head, body) = answer.split_once("\r\n\r\n").context("no HTTP")?;
+        anyhow::ensure!(head.starts_with("HTTP/1.1 200"), "{head}");
+        Ok(body.to_owned())
     }
 
     /// Kerf's condition on a pod: status, reason, message.

@@ -14,6 +14,7 @@ pub mod images;
 pub mod install;
 pub mod kerf;
 pub mod proxy;
+pub mod scale;
 pub mod shared;
 pub mod wait;
 

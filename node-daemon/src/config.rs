@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use crate::metrics;
+
 /// Flags of `kerf-node-daemon`; each can be set by the environment variable shown in `--help`.
 #[derive(Clone, Debug, clap::Parser)]
 #[command(name = "kerf-node-daemon", version, about)]
@@ -50,11 +52,32 @@ pub struct Config {
     #[arg(long, env = "KUBELET_REGISTRY_DIR", default_value = "/var/lib/kubelet/plugins_registry")]
     pub kubelet_registry_dir: PathBuf,
 
+    /// Directory for the pipes and files of MPS servers, as seen by the daemon and by the servers' pods: one that a reboot
+    /// empties.
+    #[arg(long, env = "MPS_DIR", default_value = "/run/kerf/mps")]
+    pub mps_dir: PathBuf,
+
+    /// The same directory as the host sees it. Default: the same path.
+    #[arg(long, env = "HOST_MPS_DIR")]
+    pub host_mps_dir: Option<PathBuf>,
+
+    /// Root of the host's cgroups, as seen by the daemon.
+    #[arg(long, env = "CGROUP_ROOT", default_value = "/sys/fs/cgroup")]
+    pub cgroup_root: PathBuf,
+
+    /// Kerf's own namespace, in which the pods of MPS servers are.
+    #[arg(long, env = "POD_NAMESPACE", default_value = "kerf-system")]
+    pub namespace: String,
+
     /// `nvidia-ctk` of the NVIDIA Container Toolkit, as seen by the daemon. If it is not given or not there, the usual
     /// places under the host root are searched. Without the toolkit containers get device nodes, but neither the
     /// driver's libraries nor its programs, and the GpuNode's condition ContainerToolkit is False.
     #[arg(long, env = "NVIDIA_CTK")]
     pub nvidia_ctk: Option<PathBuf>,
+
+    /// Where metrics are served over HTTP, at /metrics: ip:port, or :port for all addresses of the node. Empty: nowhere.
+    #[arg(long, env = "METRICS_ADDRESS", default_value = "")]
+    pub metrics_address: metrics::Address,
 
     /// Log lines as JSON instead of text.
     #[arg(long, env = "LOG_JSON")]
@@ -79,6 +102,11 @@ impl Config {
     /// See [`Config::dev_root`].
     pub fn dev_root(&self) -> &std::path::Path {
         self.dev_root.as_deref().unwrap_or(&self.driver_root)
+    }
+
+    /// See [`Config::host_mps_dir`].
+    pub fn host_mps_dir(&self) -> &std::path::Path {
+        self.host_mps_dir.as_deref().unwrap_or(&self.mps_dir)
     }
 
     /// See [`Config::host_dev_root`].

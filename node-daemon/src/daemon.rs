@@ -14,18 +14,22 @@ use crate::config::Config;
 use crate::events::{self, Notes};
 use crate::hardware::Driver;
 use crate::health::Health;
+use crate::modes::Modes;
+use crate::mps::Mps;
 use crate::node::NodeState;
 use crate::ours::{self, Ours};
 use crate::pace::Pace;
-use crate::plugin::Plugin;
+use crate::plugin::{Plugin, PodLimits};
 use crate::supervise::supervise;
 use crate::worker::Context;
-use crate::{api, foreign, plugin, probe, reconcile, slices, status};
+use crate::{alone, api, foreign, metrics, mps, plugin, probe, reconcile, slices, status, tenants};
 
 /// Runs until SIGTERM or SIGINT. What was begun is finished by the next process.
 pub async fn run(config: Config) -> anyhow::Result<()> {
     std::fs::create_dir_all(&config.state_dir)
         .with_context(|| format!("failed to make {}", config.state_dir.display()))?;
+    // Until the process ends, and with it the last call into the driver.
+    std::mem::forget(alone::wait(&config.state_dir).await?);
     let config = Arc::new(config);
     let client = client().await?;
     let boot_id = ours::boot_id();
@@ -36,6 +40,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     let (notes, receiver) = Notes::channel();
     let (verdicts, verdict) = watch::channel(None);
     let (rounds, round) = watch::channel(0);
+    let (pods, seen_pods) = mps::pods::in_api(&client, &config.namespace, &state);
     let context = Context {
         state: state.clone(),
         driver: Driver::new(&config.driver_root),
@@ -46,6 +51,8 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         pace: Pace::default(),
         rounds: round,
         proc_root: Arc::from(config.proc_root.as_path()),
+        mps: Mps::new(&config.driver_root, &config.mps_dir, &config.cgroup_root, pods),
+        modes: Modes::load(&config.state_dir, &boot_id),
     };
     let (stopping, stop) = watch::channel(false);
     let receiver = Arc::new(tokio::sync::Mutex::new(receiver));
@@ -71,6 +78,27 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
     part!("watch for others", {
         let (client, state, root) = (client.clone(), state.clone(), config.host_root.clone());
         move || foreign::watch(client.clone(), state.clone(), root.clone(), verdicts.clone())
+    });
+    part!("watch of the MPS servers' pods", {
+        let (client, config) = (client.clone(), config.clone());
+        move || {
+            let (namespace, node) = (config.namespace.clone(), config.node_name.clone());
+            mps::pods::follow(client.clone(), namespace, node, seen_pods.clone())
+        }
+    });
+    let limits = PodLimits::new(context.driver.clone(), &config.cgroup_root);
+    if !config.metrics_address.is_empty() {
+        part!("metrics", {
+            let (config, state) = (config.clone(), state.clone());
+            move || {
+                let (config, state) = (config.clone(), state.clone());
+                async move { metrics::serve(&config.metrics_address, state).await }
+            }
+        });
+    }
+    part!("watch of the shares", {
+        let (context, limits) = (context.clone(), limits.clone());
+        move || tenants::run(context.clone(), limits.clone())
     });
     part!("hardware", move || reconcile::run(context.clone(), rounds.clone()));
     part!("status", {
@@ -98,7 +126,7 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         let (client, state, config, stop) = (client.clone(), state.clone(), config.clone(), stop.clone());
         move || {
             let reader = plugin::from_api(client.clone());
-            let plugin = Plugin::new(&config, state.clone(), checkpoint.clone(), reader);
+            let plugin = Plugin::new(&config, state.clone(), checkpoint.clone(), reader, limits.clone());
             let stop = stop.clone();
             async move { Ok(plugin.run(stop).await?) }
         }

@@ -5,7 +5,8 @@
 
 use std::sync::Arc;
 
-use kerf_crds::gpu_node::{Geometry, ObservedMig, Placement, Profile, Reason};
+use kerf_crds::gpu_node::{Geometry, ObservedMig, Placement, Profile, Reason, Share, Sharing};
+use serde::{Deserialize, Serialize};
 
 /// The node's GPUs at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -63,6 +64,41 @@ pub struct Gpu {
     pub processes: Vec<Process>,
     /// GPU instances, by placement.
     pub instances: Vec<Instance>,
+    /// Who may have contexts on it; `None` where the driver does not tell.
+    pub compute_mode: Option<ComputeMode>,
+    /// Processes that an MPS server lets onto the GPU outside any instance.
+    pub mps_clients: Vec<Process>,
+    /// Its MPS server takes clients.
+    pub mps_server_up: bool,
+    /// It has something of what carries shares: the pod of an MPS server, or the compute mode that Kerf has set for one.
+    pub carries: bool,
+    /// Present: it can carry shares.
+    pub sharing: Option<Sharing>,
+    /// Its shares, in order of their ids, without the claims that they are prepared for.
+    pub shares: Vec<Share>,
+}
+
+/// `NVML_COMPUTEMODE_*`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ComputeMode(pub u32);
+
+impl ComputeMode {
+    /// Any process may.
+    pub const DEFAULT: Self = Self(0);
+    /// One process may; under MPS that is the server, so that nobody gets past it.
+    pub const EXCLUSIVE_PROCESS: Self = Self(3);
+}
+
+impl std::fmt::Display for ComputeMode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self.0 {
+            0 => f.write_str("DEFAULT"),
+            1 => f.write_str("EXCLUSIVE_THREAD"),
+            2 => f.write_str("PROHIBITED"),
+            3 => f.write_str("EXCLUSIVE_PROCESS"),
+            other => write!(f, "{other}"),
+        }
+    }
 }
 
 /// One GPU instance and what is in it.

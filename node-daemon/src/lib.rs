@@ -2,10 +2,12 @@
 //! instances to kubelet. See [`node`] for how its parts hang together.
 #![deny(unsafe_code)]
 
+pub mod alone;
 pub mod answer;
 pub mod api;
 pub mod backoff;
 pub mod cdi;
+pub mod cgroups;
 pub mod config;
 pub mod daemon;
 pub mod events;
@@ -14,6 +16,10 @@ pub mod hardware;
 pub mod health;
 pub mod holders;
 pub mod inventory;
+pub mod keeper;
+pub mod metrics;
+pub mod modes;
+pub mod mps;
 pub mod node;
 pub mod ours;
 pub mod pace;
@@ -21,8 +27,10 @@ pub mod plugin;
 pub mod prepared;
 pub mod probe;
 pub mod reconcile;
+pub mod shares;
 pub mod slices;
 pub mod status;
 pub mod step;
 pub mod supervise;
+pub mod tenants;
 pub mod worker;

@@ -14,6 +14,7 @@ use kerf_crds::gpu_node::Reason;
 use tokio::sync::{Notify, watch};
 
 use crate::inventory::{Gpu, Inventory, Process};
+use crate::metrics::Metrics;
 use crate::prepared::{PreparedClaims, PreparedStore};
 
 /// `GpuNode.spec` as the API server last showed it.
@@ -73,6 +74,8 @@ pub struct Shared {
     pub toolkit: watch::Sender<Option<Option<Reason>>>,
     /// UID of the Node object, for owner references; `None` until it has been read.
     pub node_uid: watch::Sender<Option<String>>,
+    /// Counts what happens.
+    pub metrics: Metrics,
     looks: Mutex<Looks>,
     rescan: Notify,
 }
@@ -107,6 +110,7 @@ impl NodeState {
             kubelet: watch::Sender::default(),
             toolkit: watch::Sender::new(None),
             node_uid: watch::Sender::new(None),
+            metrics: Metrics::default(),
             looks: Mutex::default(),
             rescan: Notify::new(),
         }))

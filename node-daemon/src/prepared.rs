@@ -8,11 +8,11 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kerf_crds::gpu_node::{ClaimReference, Placement};
+use kerf_crds::gpu_node::{ClaimReference, Placement, PodReference, WantedShare};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-/// A device as the hardware has it: a whole GPU or a place on it.
+/// A device as the hardware has it: a whole GPU, a place on it, or a share of the GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceKey {
@@ -21,14 +21,41 @@ pub struct DeviceKey {
     /// Memory slices of the instance; `None` for the whole GPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub placement: Option<Placement>,
+    /// Id of the share; `None` for all of the GPU or instance.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub share: Option<String>,
 }
 
 impl DeviceKey {
-    /// Whether the two share hardware.
+    /// All of a GPU.
+    pub fn gpu(uuid: &str) -> Self {
+        Self { gpu: uuid.to_owned(), placement: None, share: None }
+    }
+
+    /// All of a place on a GPU.
+    pub fn instance(gpu: &str, placement: Placement) -> Self {
+        Self { placement: Some(placement), ..Self::gpu(gpu) }
+    }
+
+    /// A share of a GPU.
+    pub fn share(gpu: &str, id: &str) -> Self {
+        Self { share: Some(id.to_owned()), ..Self::gpu(gpu) }
+    }
+
+    /// Whether it is all of a GPU.
+    pub fn is_whole(&self) -> bool {
+        self.placement.is_none() && self.share.is_none()
+    }
+
+    /// Whether the two cannot be two claims'. Shares are there to be beside each other.
     pub fn overlaps(&self, other: &DeviceKey) -> bool {
         self.gpu == other.gpu
             && match (self.placement, other.placement) {
                 (Some(a), Some(b)) => a.overlaps(&b),
+                _ => true,
+            }
+            && match (&self.share, &other.share) {
+                (Some(a), Some(b)) => a == b,
                 _ => true,
             }
     }
@@ -49,6 +76,9 @@ pub struct PreparedDevice {
     /// Fully qualified CDI names that kubelet was given.
     #[serde(default)]
     pub cdi: Vec<String>,
+    /// The share, if it is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub share: Option<WantedShare>,
 }
 
 /// A claim between Prepare and Unprepare.
@@ -56,6 +86,9 @@ pub struct PreparedDevice {
 #[serde(rename_all = "camelCase")]
 pub struct Prepared {
     pub claim: ClaimReference,
+    /// The one pod that uses the claim; known where a device is a share.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pod: Option<PodReference>,
     pub devices: Vec<PreparedDevice>,
 }
 
@@ -169,12 +202,16 @@ pub fn holders(claims: &PreparedClaims, key: &DeviceKey) -> Vec<ClaimReference> 
         .collect()
 }
 
-/// The claims in `claims` that hold just this device. On a GPU that is not in MIG mode these are the only users: an
+/// The claims in `claims` that hold just this device or a share of it. On a GPU that is not in MIG mode these are the only users: an
 /// instance that a claim was prepared for went with a reboot, and switching MIG on is what brings it back.
 pub fn holders_of_exactly(claims: &PreparedClaims, key: &DeviceKey) -> Vec<ClaimReference> {
     claims
         .values()
-        .filter(|prepared| prepared.devices.iter().any(|device| device.key == *key))
+        .filter(|prepared| {
+            let of =
+                |device: &PreparedDevice| device.key.gpu == key.gpu && device.key.placement == key.placement;
+            prepared.devices.iter().any(of)
+        })
         .map(|prepared| prepared.claim.clone())
         .collect()
 }
@@ -204,7 +241,7 @@ mod tests {
     use super::*;
 
     fn key(start: u32, size: u32) -> DeviceKey {
-        DeviceKey { gpu: "GPU-1".into(), placement: Some(Placement { start, size }) }
+        DeviceKey::instance("GPU-1", Placement { start, size })
     }
 
     fn claim(uid: &str, key: DeviceKey) -> Prepared {
@@ -216,7 +253,9 @@ mod tests {
                 key,
                 uuid: "MIG-1".into(),
                 cdi: vec![],
+                share: None,
             }],
+            pod: None,
         }
     }
 
@@ -227,7 +266,7 @@ mod tests {
         store.record(claim("a", key(0, 4))).expect("the same claim again");
         let refused = store.record(claim("b", key(3, 1))).unwrap_err();
         assert!(matches!(refused, Refused::Held { by, .. } if by.uid == "a"));
-        let whole = DeviceKey { gpu: "GPU-1".into(), placement: None };
+        let whole = DeviceKey::gpu("GPU-1");
         assert!(
             store.record(claim("c", whole.clone())).is_err(),
             "a whole GPU overlaps each of its instances"
@@ -235,6 +274,24 @@ mod tests {
         assert_eq!(store.holders(&whole).len(), 1);
         store.record(claim("b", key(4, 1))).unwrap();
         assert!(store.remove("a") && !store.remove("a"));
+    }
+
+    #[test]
+    fn shares_are_beside_each_other_and_beside_nothing_else() {
+        let store = PreparedStore::new(PreparedClaims::new());
+        let share = |id| DeviceKey::share("GPU-1", id);
+        store.record(claim("a", share("1"))).unwrap();
+        store.record(claim("b", share("2"))).expect("another share of the GPU");
+        assert!(matches!(store.record(claim("c", share("2"))), Err(Refused::Held { .. })), "the same share");
+        for other in [DeviceKey::gpu("GPU-1"), key(0, 1)] {
+            assert!(
+                matches!(store.record(claim("c", other.clone())), Err(Refused::Held { .. })),
+                "{other:?}"
+            );
+        }
+        let whole = DeviceKey::gpu("GPU-1");
+        assert_eq!(holders_of_exactly(&store.snapshot(), &whole).len(), 2, "MIG cannot be switched");
+        assert!(store.condemn(share("1"), holders).is_none() && store.condemn(share("3"), holders).is_some());
     }
 
     #[test]

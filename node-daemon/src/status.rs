@@ -84,7 +84,7 @@ fn report_gpu(
     report: Option<&GpuReport>,
     prepared: &PreparedClaims,
 ) -> api::Gpu {
-    let of_whole = |device: &PreparedDevice| device.key.gpu == gpu.uuid && device.key.placement.is_none();
+    let of_whole = |device: &PreparedDevice| device.key.gpu == gpu.uuid && device.key.is_whole();
     let claims = prepared.values().filter(|entry| entry.devices.iter().any(of_whole));
     api::Gpu {
         name: gpu.name.clone(),
@@ -103,8 +103,11 @@ fn report_gpu(
         problem: report.and_then(|report| report.problem.clone()),
         clients: clients(report.map_or(&[], |report| &report.clients)),
         claims: claims.map(|entry| entry.claim.clone()).collect(),
-        processes: gpu.processes.len() as u32,
+        // An MPS server is one of them until the compute mode is what it was: nobody is to get the whole GPU before.
+        processes: gpu.processes.len() as u32 + u32::from(gpu.carries),
         instances: gpu.instances.iter().map(|instance| report_instance(gpu, instance, prepared)).collect(),
+        sharing: gpu.sharing.clone(),
+        shares: gpu.shares.iter().map(|share| report_share(gpu, share, prepared)).collect(),
     }
 }
 
@@ -118,8 +121,15 @@ fn clients(processes: &[Process]) -> Vec<api::Client> {
         .collect()
 }
 
+fn report_share(gpu: &Gpu, share: &api::Share, prepared: &PreparedClaims) -> api::Share {
+    let of_share =
+        |device: &PreparedDevice| device.key.gpu == gpu.uuid && device.key.share.as_ref() == Some(&share.id);
+    let claims = prepared.values().filter(|entry| entry.devices.iter().any(of_share));
+    api::Share { claims: claims.map(|entry| entry.claim.clone()).collect(), ..share.clone() }
+}
+
 fn report_instance(gpu: &Gpu, instance: &Instance, prepared: &PreparedClaims) -> api::Instance {
-    let key = DeviceKey { gpu: gpu.uuid.clone(), placement: Some(instance.placement) };
+    let key = DeviceKey::instance(&gpu.uuid, instance.placement);
     api::Instance {
         profile: instance.profile.clone(),
         placement: instance.placement,
@@ -167,7 +177,8 @@ fn product_of(name: &str) -> &str {
     name.split_once(NUMBER).map_or(name, |(product, _)| product)
 }
 
-/// `2x 3g.40gb, 7x 1g.10gb, 1 whole`: instances by name of profile, largest first, then GPUs that are not cut.
+/// `2x 3g.40gb, 7x 1g.10gb, 3 shares, 1 whole`: instances by name of profile, largest first, then shares, then GPUs that
+/// are neither cut nor shared.
 fn layout_summary(inventory: &Inventory) -> String {
     let mut counts: BTreeMap<(std::cmp::Reverse<u32>, &str), u32> = BTreeMap::new();
     for instance in inventory.gpus.iter().flat_map(|gpu| &gpu.instances) {
@@ -177,7 +188,13 @@ fn layout_summary(inventory: &Inventory) -> String {
     }
     let mut parts: Vec<String> =
         counts.iter().map(|((_, profile), count)| format!("{count}x {profile}")).collect();
-    let whole = inventory.gpus.iter().filter(|gpu| !gpu.mig.enabled).count();
+    let shares: usize = inventory.gpus.iter().map(|gpu| gpu.shares.len()).sum();
+    match shares {
+        0 => {}
+        1 => parts.push("1 share".to_owned()),
+        shares => parts.push(format!("{shares} shares")),
+    }
+    let whole = inventory.gpus.iter().filter(|gpu| !gpu.mig.enabled && gpu.shares.is_empty()).count();
     if whole > 0 {
         parts.push(format!("{whole} whole"));
     }
@@ -210,6 +227,8 @@ fn conditions(
             || [
                 kerf_crds::conditions::problem_reason::CHECKPOINT_FAILED,
                 kerf_crds::conditions::problem_reason::CALL_HANGS,
+                kerf_crds::conditions::problem_reason::POD_FAILED,
+                kerf_crds::conditions::problem_reason::MPS_HANGS,
             ]
             .contains(&problem.reason.as_str())
     });

@@ -164,7 +164,7 @@ impl Step {
             }
             _ => return None,
         };
-        Some(DeviceKey { gpu: gpu.to_owned(), placement })
+        Some(DeviceKey { placement, ..DeviceKey::gpu(gpu) })
     }
 
     /// Who uses the hardware that the step disturbs.
@@ -335,7 +335,7 @@ fn mode_step(entry: &DesiredGpu, wanted: &[Wanted], observed: &Observed<'_>) -> 
             format!("policy {} wants MIG off, but {wanted} is wanted too", entry.policy),
         ));
     }
-    let whole = DeviceKey { gpu: gpu.uuid.clone(), placement: None };
+    let whole = DeviceKey::gpu(&gpu.uuid);
     let step = if on { Step::EnableMig } else { Step::DisableMig };
     let claims = step.users()(observed.prepared, &whole);
     if !claims.is_empty() || !gpu.processes.is_empty() {
@@ -534,7 +534,7 @@ impl Planner<'_> {
     }
 
     fn key(&self, instance: &Instance) -> DeviceKey {
-        DeviceKey { gpu: self.observed.gpu.uuid.clone(), placement: Some(instance.placement) }
+        DeviceKey::instance(&self.observed.gpu.uuid, instance.placement)
     }
 
     /// Whether an instance may be destroyed: ours, idle and not wanted. A `firm` need also overrides the warm ones.

@@ -5,24 +5,35 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kerf_crds::conditions::{node_reason, problem_reason, unmanaged_reason};
-use kerf_crds::gpu_node::{ClaimReference, DesiredGpu, Partition, Reason};
+use kerf_crds::gpu_node::{ClaimReference, DesiredGpu, Partition, Reason, Share};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::backoff::Backoff;
 use crate::events::{Note, Notes};
-use crate::hardware::{self, Code, Driver, Failure, Identity, Known};
+use crate::hardware::{self, Code, Driver, Facts, Failure, Identity, Known};
 use crate::health::Health;
 use crate::holders;
 use crate::inventory::{Gpu, Process};
+use crate::keeper::{self, View};
+use crate::modes::Modes;
+use crate::mps::Mps;
+use crate::mps::pods::ServerPod;
 use crate::node::{GpuReport, NodeState, SeenSpec};
 use crate::ours::Ours;
 use crate::pace::Pace;
 use crate::prepared::{Condemned, DeviceKey};
+use crate::shares;
 use crate::step::{Desired, Due, Observed, Step, due_steps};
 
+/// After a server was replaced that hung, the next one on the GPU that hangs is left alone for so long.
+const HUNG_AGAIN: Duration = Duration::from_secs(600);
+
 /// How soon to look again while something is waited for that only a look can show: processes that end.
-const WAITING: Duration = Duration::from_secs(1);
+pub(crate) const WAITING: Duration = Duration::from_secs(1);
+
+/// How soon to look again at a GPU that carries shares: a server that has ended shows in no other way.
+const CARRYING: Duration = Duration::from_secs(5);
 
 /// What blocks for less than this is not reported: a claim that has just ended still holds its slices for a moment.
 const PASSING: Duration = Duration::from_secs(5);
@@ -57,18 +68,23 @@ pub struct Context {
     pub rounds: watch::Receiver<u64>,
     /// Where the driver's `/proc` files are.
     pub proc_root: Arc<std::path::Path>,
+    /// What carries shares.
+    pub mps: Mps,
+    pub modes: Modes,
 }
 
 /// A step that failed.
 #[derive(Debug)]
-struct Failed {
-    step: Step,
+struct Failed<S> {
+    step: S,
     backoff: Backoff,
     again: Instant,
     code: Option<Code>,
     reason: Reason,
     /// Who keeps it from succeeding, where that is known and it is no claim.
     clients: Vec<Process>,
+    /// It succeeded, and is still to be done: what it was to bring about may only take its time.
+    no_effect: bool,
 }
 
 /// The part of the world that concerns one GPU; while it stays the same there is nothing to decide.
@@ -79,6 +95,8 @@ struct Concern {
     holders: Vec<ClaimReference>,
     verdict: Option<Option<Reason>>,
     round: u64,
+    /// The pod of its MPS server; `None` until the pods are known.
+    pod: Option<Option<ServerPod>>,
 }
 
 #[derive(Debug)]
@@ -89,7 +107,17 @@ struct Worker {
     last: Option<Gpu>,
     /// Why the last look failed; `None` if it did not.
     unseen: Option<Failure>,
-    failed: Vec<Failed>,
+    failed: Vec<Failed<Step>>,
+    /// The same, of what carries its shares.
+    failed_shares: Vec<Failed<shares::Step>>,
+    /// The step of those that was carried out last.
+    taken: Option<shares::Step>,
+    /// The server's pod whose control daemon hangs, by its UID, and at how many looks in a row.
+    hangs: Option<(String, u32)>,
+    /// When a server's pod may be replaced again: one that never becomes well is not replaced all the time.
+    replaced: Option<(Backoff, Instant)>,
+    /// When one was replaced that hung.
+    hung: Option<Instant>,
     /// By what the GPU is blocked, since when, and whether that was told in an event.
     blocked: Option<(String, Instant, bool)>,
     /// Who alone is in the way, where that is no claim.
@@ -107,6 +135,11 @@ pub async fn run(context: Context, identity: Identity) -> anyhow::Result<()> {
         last: None,
         unseen: None,
         failed: Vec::new(),
+        failed_shares: Vec::new(),
+        taken: None,
+        hangs: None,
+        replaced: None,
+        hung: None,
         blocked: None,
         clients: Vec::new(),
         condemned: None,
@@ -129,7 +162,7 @@ impl Worker {
         let uuid = &self.identity.uuid;
         let seen = self.context.state.seen_spec();
         let spec = seen.as_ref().map(|seen| &seen.spec);
-        let whole = DeviceKey { gpu: uuid.clone(), placement: None };
+        let whole = DeviceKey::gpu(uuid);
         let concern = Concern {
             desired: spec.and_then(|spec| spec.gpus.iter().find(|gpu| gpu.uuid == *uuid)).cloned(),
             partitions: spec
@@ -141,6 +174,7 @@ impl Worker {
             holders: self.context.state.prepared.holders(&whole),
             verdict: self.context.verdicts.borrow().clone(),
             round: *self.context.rounds.borrow(),
+            pod: self.context.mps.pods.seen.borrow().as_ref().map(|pods| pods.get(uuid).cloned()),
         };
         (concern, seen)
     }
@@ -153,9 +187,12 @@ impl Worker {
         spec: Option<Arc<SeenSpec>>,
         afresh: bool,
     ) -> Option<Instant> {
-        let mut gpu = match self.look(afresh).await {
-            Ok(gpu) => gpu,
-            Err(failure) => return Some(self.not_seen(spec.as_deref(), failure)),
+        let (mut gpu, facts) = match self.look(afresh).await {
+            Ok(found) => found,
+            Err(failure) => {
+                self.hangs = None;
+                return Some(self.not_seen(spec.as_deref(), failure));
+            }
         };
         self.unseen = None;
         if let Err(error) = self.context.ours.judge(&mut gpu) {
@@ -163,8 +200,11 @@ impl Worker {
         }
         self.context.health.mark(&mut gpu);
         gpu.unmanaged = unmanaged(&gpu, concern);
+        let mut view = keeper::look(&self.context, &mut gpu, &facts).await;
+        let hangs = self.hangs.take();
+        self.hangs = view.as_mut().and_then(|view| view.count_hangs(hangs));
         let lingering = gpu.instances.iter().any(|instance| {
-            let key = DeviceKey { gpu: gpu.uuid.clone(), placement: Some(instance.placement) };
+            let key = DeviceKey::instance(&gpu.uuid, instance.placement);
             !instance.foreign
                 && !instance.processes.is_empty()
                 && self.context.state.prepared.holders(&key).is_empty()
@@ -179,6 +219,19 @@ impl Worker {
             self.publish(gpu);
             return Some(rest);
         };
+        if view.is_none() {
+            gpu.shares = self.unknown_shares(&gpu, concern);
+        }
+        if let Some(view) = &view {
+            let prepared = self.context.state.prepared.snapshot();
+            let desired = Desired { gpu: concern.desired.as_ref(), partitions: &concern.partitions };
+            let mut due = shares::due(desired, view.observed(&gpu, &prepared));
+            gpu.shares = std::mem::take(&mut due.shares);
+            // A GPU in MIG mode carries none, and is changed as if none were wanted.
+            if due.carries && !gpu.mig.enabled {
+                return self.carry(gpu, view, due, concern, &spec).await;
+            }
+        }
         let Due { steps: due, needed, blocked } = self.due(&gpu, concern);
         self.failed.retain(|failed| due.contains(&failed.step));
         // What fails to be tidied up is in nobody's way: the rest of the GPU is as good as before.
@@ -214,6 +267,115 @@ impl Worker {
         Some(rest.min(next_try).min(look))
     }
 
+    /// What can be said of shares before the pods of MPS servers are known.
+    fn unknown_shares(&self, gpu: &Gpu, concern: &Concern) -> Vec<Share> {
+        let prepared = self.context.state.prepared.snapshot();
+        let desired = Desired { gpu: concern.desired.as_ref(), partitions: &concern.partitions };
+        let mut shares = shares::due(desired, View::default().observed(gpu, &prepared)).shares;
+        for share in &mut shares {
+            let message = "the API server has not said yet which pods of MPS servers there are".to_owned();
+            share.problem = Some(Reason { reason: problem_reason::MPS_NOT_READY.into(), message });
+        }
+        shares
+    }
+
+    /// One step of what carries the GPU's shares.
+    async fn carry(
+        &mut self,
+        mut gpu: Gpu,
+        view: &View,
+        due: shares::Due,
+        concern: &Concern,
+        spec: &Arc<SeenSpec>,
+    ) -> Option<Instant> {
+        self.failed.clear();
+        self.failed_shares.retain(|failed| due.steps.contains(&failed.step));
+        if let Some(step) = self.taken.take().filter(|step| due.steps.contains(step)) {
+            had_no_effect(&gpu.uuid, &mut self.failed_shares, step);
+        }
+        let failing = |no_effect| {
+            let failed = self.failed_shares.iter().find(|failed| failed.no_effect == no_effect);
+            failed.map(|failed| failed.reason.clone())
+        };
+        let (problem, no_effect) = (failing(false), failing(true));
+        self.clients.clear();
+        if let Some(failing) = &problem {
+            let not_ready = |reason: &&mut Reason| reason.reason == problem_reason::MPS_NOT_READY;
+            for why in gpu.shares.iter_mut().filter_map(|share| share.problem.as_mut()).filter(not_ready) {
+                *why = failing.clone();
+            }
+        }
+        if concern.holders.is_empty()
+            && due.blocked.as_ref().is_some_and(|why| why.reason == problem_reason::IN_USE)
+        {
+            self.clients = gpu.processes.iter().chain(&gpu.mps_clients).cloned().collect();
+        }
+        let now = Instant::now();
+        let of = |step: &shares::Step| self.failed_shares.iter().find(|failed| failed.step == *step);
+        if due.steps.is_empty() && !due.waits {
+            self.replaced = None;
+        }
+        let again = self.replaced.as_ref().map(|(_, again)| *again).filter(|again| *again > now);
+        // Whoever can make a server hang is not to end its neighbours every other minute.
+        let hung = self.hung.filter(|at| view.hangs() && at.elapsed() < HUNG_AGAIN).is_some();
+        let paced =
+            |step: &shares::Step| (again.is_some() || hung) && matches!(step, shares::Step::ReplacePod(_));
+        let ready =
+            due.steps.iter().find(|step| !paced(step) && of(step).is_none_or(|f| f.again <= now)).cloned();
+        self.publish(gpu.clone());
+        let lasting = self.lasting(due.blocked.or(no_effect));
+        self.report(spec, problem.or(lasting));
+        if let Some(step) = ready {
+            return self.take_for_shares(step, &gpu, view, concern, spec).await;
+        }
+        let next_try = self.failed_shares.iter().map(|failed| failed.again).chain(again).min();
+        let next_try = next_try.unwrap_or_else(far_future);
+        Some(next_try.min(now + if due.waits { WAITING } else { CARRYING }))
+    }
+
+    /// Takes one step, if its ground still is what it was decided on.
+    async fn take_for_shares(
+        &mut self,
+        step: shares::Step,
+        gpu: &Gpu,
+        view: &View,
+        concern: &Concern,
+        spec: &SeenSpec,
+    ) -> Option<Instant> {
+        let uuid = self.identity.uuid.clone();
+        let condemned = match step.disturbs(&uuid) {
+            None => None,
+            Some(key) => match self.context.state.prepared.condemn(key, step.users()) {
+                Some(condemned) => Some(condemned),
+                // A claim that the decision did not see, or that it does not count.
+                None => return Some(Instant::now() + WAITING),
+            },
+        };
+        if self.concern().0 != *concern {
+            return None;
+        }
+        self.condemned = condemned;
+        if let shares::Step::ReplacePod(_) = step {
+            if view.hangs() {
+                self.hung = Some(Instant::now());
+            }
+            let mut backoff =
+                self.replaced.take().map_or_else(|| Backoff::new(&uuid), |(backoff, _)| backoff);
+            let again = Instant::now() + backoff.pause();
+            self.replaced = Some((backoff, again));
+        }
+        tracing::info!(gpu = %uuid, generation = spec.generation, "{step}");
+        let result = keeper::act(&self.context, gpu, view.protocol, &step).await;
+        self.context.state.metrics.share_step(&step, result.is_ok());
+        match result {
+            Ok(()) => self.taken = Some(step),
+            Err(reason) => {
+                fail(&self.context, &uuid, &mut self.failed_shares, step, None, reason, Vec::new());
+            }
+        }
+        None
+    }
+
     /// What blocks, once it has done so for a while.
     fn lasting(&mut self, blocked: Option<Reason>) -> Option<Reason> {
         let Some(reason) = blocked else {
@@ -242,13 +404,19 @@ impl Worker {
         )
     }
 
-    async fn look(&mut self, afresh: bool) -> Result<Gpu, Failure> {
+    async fn look(&mut self, afresh: bool) -> Result<(Gpu, Facts), Failure> {
+        let cgroup_root = self.context.mps.cgroup_root.clone();
         let driver = self.context.driver.clone();
         let identity = self.identity.clone();
         let mut known = std::mem::take(&mut self.known);
         let (result, known) = blocking(move || {
             let result = match driver.session() {
                 Ok(library) => hardware::observe(&library, &identity, &mut known, afresh)
+                    .map(|gpu| {
+                        let departures = driver.departures();
+                        let facts = hardware::facts(&library, &gpu, &mut known, departures, &cgroup_root);
+                        (gpu, facts)
+                    })
                     .inspect_err(|failure| driver.note_failure(&library, failure)),
                 Err(_) => Err(no_session()),
             };
@@ -321,7 +489,7 @@ impl Worker {
             let message =
                 format!("the checkpoint of instances cannot be written, so nothing is created: {error}");
             let reason = Reason { reason: problem_reason::CHECKPOINT_FAILED.into(), message };
-            self.failure(step, None, reason, Vec::new());
+            fail(&self.context, &uuid, &mut self.failed, step, None, reason, Vec::new());
             return None;
         }
         tracing::info!(gpu = %uuid, generation = spec.generation, "{step}");
@@ -344,6 +512,7 @@ impl Worker {
                 call.await
             }
         };
+        self.context.state.metrics.mig_step(&step, result.is_ok());
         match result {
             Ok(()) => {
                 tracing::info!(gpu = %uuid, milliseconds = started.elapsed().as_millis() as u64, "done: {step}");
@@ -352,7 +521,7 @@ impl Worker {
             Err(failure) => {
                 let (message, clients) = self.explain(&step, &failure).await;
                 let reason = Reason { reason: failure.code.name().into_owned(), message };
-                self.failure(step, Some(failure.code), reason, clients);
+                fail(&self.context, &uuid, &mut self.failed, step, Some(failure.code), reason, clients);
             }
         }
         None
@@ -389,28 +558,6 @@ impl Worker {
         (message, Vec::new())
     }
 
-    fn failure(&mut self, step: Step, code: Option<Code>, reason: Reason, clients: Vec<Process>) {
-        tracing::warn!(gpu = %self.identity.uuid, reason = %reason.reason, "failed {}", reason.message);
-        let known = self.failed.iter_mut().find(|failed| failed.step == step);
-        let news = known.as_ref().is_none_or(|known| known.reason != reason);
-        if news {
-            let Reason { reason, message } = reason.clone();
-            self.context.notes.send(Note { warning: true, reason, action: "Reshape", message });
-        }
-        let known = self.failed.iter_mut().find(|failed| failed.step == step);
-        match known {
-            Some(failed) => {
-                failed.again = Instant::now() + failed.backoff.pause();
-                (failed.code, failed.reason, failed.clients) = (code, reason, clients);
-            }
-            None => {
-                let mut backoff = Backoff::new(&self.identity.uuid);
-                let again = Instant::now() + backoff.pause();
-                self.failed.push(Failed { step, backoff, again, code, reason, clients });
-            }
-        }
-    }
-
     fn note(&self, warning: bool, reason: &str, action: &'static str, message: String) {
         self.context.notes.send(Note { warning, reason: reason.into(), action, message });
     }
@@ -441,6 +588,7 @@ impl Worker {
         let mut prepared = self.context.state.prepared.subscribe();
         let mut rounds = self.context.rounds.clone();
         let mut verdicts = self.context.verdicts.clone();
+        let mut pods = self.context.mps.pods.seen.clone();
         let in_the_way = self.failed.iter().find(|failed| !failed.clients.is_empty());
         let clients = in_the_way.map(|failed| failed.clients.clone()).unwrap_or_default();
         let mut free = std::pin::pin!(async {
@@ -455,6 +603,7 @@ impl Worker {
             prepared.mark_unchanged();
             rounds.mark_unchanged();
             verdicts.mark_unchanged();
+            pods.mark_unchanged();
             let (now, spec) = self.concern();
             // What was seen before it was known what is ours has not been published.
             let unpublished = self.last.is_none() && self.unseen.is_none() && self.context.ours.is_known();
@@ -477,6 +626,7 @@ impl Worker {
                 _ = specs.changed() => {}
                 _ = prepared.changed() => {}
                 changed = rounds.changed() => if changed.is_err() { std::future::pending::<()>().await },
+                Ok(()) = pods.changed() => {}
                 changed = verdicts.changed() => if changed.is_err() { std::future::pending::<()>().await },
                 () = &mut free => {
                     for failed in self.failed.iter_mut().filter(|failed| failed.clients == clients) {
@@ -488,6 +638,47 @@ impl Worker {
             }
         }
     }
+}
+
+/// Notes that a step failed, and when to try it again; what is new of it is told.
+fn fail<S: PartialEq>(
+    context: &Context,
+    gpu: &str,
+    list: &mut Vec<Failed<S>>,
+    step: S,
+    code: Option<Code>,
+    reason: Reason,
+    clients: Vec<Process>,
+) {
+    tracing::warn!(gpu, reason = %reason.reason, "failed {}", reason.message);
+    let known = list.iter_mut().find(|failed| failed.step == step);
+    if known.as_ref().is_none_or(|known| known.reason != reason) {
+        let Reason { reason, message } = reason.clone();
+        context.notes.send(Note { warning: true, reason, action: "Reshape", message });
+    }
+    match known {
+        Some(failed) => {
+            failed.again = Instant::now() + failed.backoff.pause();
+            (failed.code, failed.reason, failed.clients) = (code, reason, clients);
+            failed.no_effect = false;
+        }
+        None => {
+            let mut backoff = Backoff::new(gpu);
+            let again = Instant::now() + backoff.pause();
+            list.push(Failed { step, backoff, again, code, reason, clients, no_effect: false });
+        }
+    }
+}
+
+/// Notes that a step succeeded and is still to be done, and when to take it again.
+fn had_no_effect(gpu: &str, list: &mut Vec<Failed<shares::Step>>, step: shares::Step) {
+    let known = list.iter().position(|failed| failed.step == step);
+    let mut backoff = known.map_or_else(|| Backoff::new(gpu), |known| list.swap_remove(known).backoff);
+    let again = Instant::now() + backoff.pause();
+    let message = format!("to {step} of {gpu} succeeds, and has no effect");
+    tracing::debug!(gpu, "{message}");
+    let reason = Reason { reason: problem_reason::MPS_NOT_READY.into(), message };
+    list.push(Failed { step, backoff, again, code: None, reason, clients: Vec::new(), no_effect: true });
 }
 
 /// Why a GPU is not Kerf's, the node's reason before the GPU's own.
@@ -514,12 +705,12 @@ fn far_future() -> Instant {
     Instant::now() + FAR
 }
 
-fn no_session() -> Failure {
+pub(crate) fn no_session() -> Failure {
     Failure { call: NO_SESSION, code: Code::UNINITIALIZED }
 }
 
 /// Runs a blocking call. A panic in it goes on here.
-async fn blocking<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
+pub(crate) async fn blocking<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
     match tokio::task::spawn_blocking(call).await {
         Ok(value) => value,
         Err(error) => match error.try_into_panic() {

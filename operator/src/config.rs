@@ -30,6 +30,10 @@ pub struct Config {
     /// outside the cluster, behind `clientConfig.url`).
     #[arg(long, env = "WEBHOOK_NAMES", value_delimiter = ',')]
     pub webhook_names: Vec<String>,
+
+    /// Port on loopback at which the last plans can be read (`/debug/plans`), for `kerf-whatif replay`.
+    #[arg(long, env = "DEBUG_PORT", default_value_t = 9444)]
+    pub debug_port: u16,
 }
 
 impl Config {

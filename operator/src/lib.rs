@@ -5,6 +5,7 @@
 //!                                                    ├─ placements: join of commit records, claims and pods
 //!                                                    └─ controller: policies ─▶ GpuNode.spec, status, DeviceClasses
 //!  API server ──admission──▶ webhook (every replica)           leader: who may write
+//!  scheduler ──▶ recorder: the last plans                      whatif: the same on a dump, or on a record
 //! ```
 #![forbid(unsafe_code)]
 
@@ -12,8 +13,12 @@ pub mod cache;
 pub mod config;
 pub mod controller;
 pub mod leader;
+#[cfg(test)]
+mod nonsense_tests;
+pub mod recorder;
 pub mod run;
 pub mod scheduler;
 #[cfg(test)]
 mod testing;
 pub mod webhook;
+pub mod whatif;

@@ -10,9 +10,10 @@ use kube::runtime::events::Reporter;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
-use crate::cache::{self, Cache};
+use crate::cache::{self, Cache, World};
 use crate::config::Config;
 use crate::leader::Election;
+use crate::recorder::{self, Recorder};
 use crate::scheduler::{self, apply::Writer, events::Events};
 use crate::webhook::{self, View};
 
@@ -60,7 +61,9 @@ pub async fn run_until(
         cache,
         leadership,
     };
-    let mut scheduler = tokio::spawn(scheduler::run(writer, until(stopped)));
+    let recorder = Recorder::start().context("failed to start the recorder")?;
+    tokio::spawn(recorder::serve(config.debug_port, Arc::clone(recorder.shelf()), until(stopped.clone())));
+    let mut scheduler = tokio::spawn(scheduler::run(writer, recorder, until(stopped)));
 
     let ended = tokio::select! {
         () = signal => Ok(()),
@@ -84,13 +87,22 @@ pub async fn run_until(
     ended
 }
 
-impl View for Cache {
+impl View for World {
     fn policies(&self) -> Option<Vec<Arc<PartitionPolicy>>> {
-        let world = self.read();
-        world.policies.synced().then(|| world.policies.iter().cloned().collect())
+        self.policies.synced().then(|| self.policies.iter().cloned().collect())
     }
 
     fn nodes(&self) -> Vec<Arc<GpuNode>> {
-        self.read().gpu_nodes.iter().cloned().collect()
+        self.gpu_nodes.iter().cloned().collect()
+    }
+}
+
+impl View for Cache {
+    fn policies(&self) -> Option<Vec<Arc<PartitionPolicy>>> {
+        self.read().policies()
+    }
+
+    fn nodes(&self) -> Vec<Arc<GpuNode>> {
+        self.read().nodes()
     }
 }

@@ -3,7 +3,8 @@
 use k8s_openapi::api::core::v1::{Node, Pod};
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
 use kerf_crds::gpu_node::{
-    Geometry, Gpu, GpuNodeStatus, Instance, ObservedMig, Partition, Placement, Profile, WantedInstance,
+    Geometry, Gpu, GpuNodeStatus, Instance, Isolation, ObservedMig, Partition, Placement, Profile, Sharing,
+    WantedInstance,
 };
 use kerf_crds::{GpuNode, GpuNodeSpec, PartitionPolicy, names};
 use serde_json::{Value, json};
@@ -108,9 +109,27 @@ pub fn policy(name: &str, spec: Value) -> PartitionPolicy {
     policy
 }
 
+/// A GPU that is not cut and can carry shares, whose limits its driver enforces.
+pub fn sharing_gpu(uuid: &str, index: u32) -> Gpu {
+    Gpu {
+        mig: ObservedMig::default(),
+        sharing: Some(Sharing { isolation: Isolation::Driver, max_clients: 60, equal_sizes: false }),
+        ..gpu(uuid, index)
+    }
+}
+
+/// A gated pod with a share of this size, in GiB and percent.
+pub fn sharing_pod(name: &str, gib: u64, percent: u32) -> PodInfo {
+    let share = json!({"memoryBytes": gib << 30, "computePercent": percent});
+    pod_with(name, json!({"containers": [{"name": "main", "share": share}]}), json!({}))
+}
+
 /// A gated pod as the webhook leaves it; `spec` is merged over its spec.
 pub fn gated_pod(name: &str, resource: &str, spec: Value) -> PodInfo {
-    let original = json!({"containers": [{"name": "main", "resources": {resource: 1}}]});
+    pod_with(name, json!({"containers": [{"name": "main", "resources": {resource: 1}}]}), spec)
+}
+
+fn pod_with(name: &str, original: Value, spec: Value) -> PodInfo {
     let mut pod = json!({
         "metadata": {"name": name, "namespace": "default", "uid": format!("uid-of-{name}"), "resourceVersion": "1",
             "annotations": {names::ORIGINAL_RESOURCES: original.to_string()}},

@@ -2,13 +2,15 @@
 //! code that plans except the rules about nodes. Tests use it as their oracle; a program that does not trust a plan can,
 //! too.
 
-use std::collections::BTreeMap;
+mod proof;
+
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::nodes;
 use crate::plan::{PlacedDevice, Placement, Plan, PlannedInstance, Room};
 use crate::snapshot::{
-    Capability, ConstraintKind, Geometry, Gpu, GpuIndex, Instance, InstanceState, NodeIndex, ProfileIndex,
-    Request, Snapshot, Want,
+    Capability, ConstraintKind, DeviceNeed, Geometry, Gpu, GpuIndex, Instance, InstanceState, NodeIndex,
+    Portion, ProfileIndex, Request, Snapshot, TakenShare, Want,
 };
 
 /// Every rule that the plan breaks, a sentence each. Empty: the plan is legal.
@@ -20,6 +22,7 @@ pub fn violations(snapshot: &Snapshot, plan: &Plan) -> Vec<String> {
     }
     let (after, places) = moved(snapshot, plan);
     legal(&after, &places, &mut broken);
+    proof::hold(snapshot, plan, &mut broken);
     broken
 }
 
@@ -67,14 +70,24 @@ fn moved(snapshot: &Snapshot, plan: &Plan) -> (Snapshot, Vec<Placement>) {
         places.push(room.place.clone());
         for step in &room.moves {
             let Some(movable) = snapshot.movable.get(step.pod) else { continue };
-            let node = &mut after.nodes[movable.node];
+            let Some(node) = after.nodes.get_mut(movable.node) else { continue };
             for (resource, milli) in &movable.request.pod.milli {
                 if let Some(free) = node.free_milli.get_mut(resource) {
-                    *free += milli;
+                    *free = free.saturating_add(*milli);
                 }
             }
             for device in &movable.devices {
-                let gpu = &mut node.gpus[device.gpu];
+                let Some(gpu) = node.gpus.get_mut(device.gpu) else { continue };
+                if let Some(portion) = device.share {
+                    let instance = device.instance.map(|held| (held.profile, held.start));
+                    let share = TakenShare { instance, portion };
+                    if let Some(index) = gpu.shares.iter().position(|one| *one == share) {
+                        gpu.shares.remove(index);
+                    }
+                    if gpu.shares_there().any(|one| one.instance == instance) {
+                        continue;
+                    }
+                }
                 match device.instance {
                     None => gpu.taken_whole = false,
                     Some(held) => {
@@ -156,31 +169,53 @@ fn node_takes(snapshot: &Snapshot, request: &Request, placement: &Placement, bro
 
 /// The devices serve the needs one after the other, each by one of its alternatives.
 fn needs_met(snapshot: &Snapshot, request: &Request, placement: &Placement, broken: &mut Vec<String>) {
-    let mut devices = placement.devices.as_slice();
-    for need in &request.devices {
-        let named = devices.iter().take_while(|device| device.request == need.name).count();
-        let serves = |want: &&Want| {
+    match met(snapshot, placement.node, &request.devices, &placement.devices) {
+        Ok(()) => {}
+        Err((Some(need), devices)) => {
+            broken.push(format!("{}: {need} is not met by {devices:?}", request.id));
+        }
+        Err((None, devices)) => broken.push(format!("{}: got more than it wants: {devices:?}", request.id)),
+    }
+}
+
+/// Needs may have one name, so it is tried with each number of devices that would do for the first of them.
+fn met<'a>(
+    snapshot: &Snapshot,
+    node: NodeIndex,
+    needs: &'a [DeviceNeed],
+    devices: &'a [PlacedDevice],
+) -> Result<(), (Option<&'a str>, &'a [PlacedDevice])> {
+    let Some((need, others)) = needs.split_first() else {
+        return if devices.is_empty() { Ok(()) } else { Err((None, devices)) };
+    };
+    let named = devices.iter().take_while(|device| device.request == need.name).count();
+    let counts: BTreeSet<usize> = need
+        .alternatives
+        .iter()
+        .filter(|want| {
             let count = want.count as usize;
-            count <= named
-                && devices[..count].iter().all(|device| serves(snapshot, placement.node, want, device))
-        };
-        match need.alternatives.iter().find(serves) {
-            Some(want) => devices = &devices[want.count as usize..],
-            None => {
-                broken.push(format!("{}: {} is not met by {devices:?}", request.id, need.name));
-                return;
-            }
+            count <= named && devices[..count].iter().all(|device| serves(snapshot, node, want, device))
+        })
+        .map(|want| want.count as usize)
+        .collect();
+    let mut failed = Err((Some(need.name.as_str()), devices));
+    for count in counts {
+        failed = met(snapshot, node, others, &devices[count..]);
+        if failed.is_ok() {
+            break;
         }
     }
-    if !devices.is_empty() {
-        broken.push(format!("{}: got more than it wants: {devices:?}", request.id));
-    }
+    failed
 }
 
 fn serves(snapshot: &Snapshot, node: NodeIndex, want: &Want, device: &PlacedDevice) -> bool {
     let Some(gpu) = snapshot.nodes[node].gpus.get(device.gpu) else { return false };
     let listed = want.gpus.as_ref().is_none_or(|gpus| gpus.contains(&(node, device.gpu)));
+    let carrier = device.instance.map(|instance| instance.profile);
     let kind = match device.instance {
+        _ if device.share.is_some() => {
+            gpu.geometry.and_then(|geometry| want.shares.get(&(geometry, carrier))) == device.share.as_ref()
+        }
         None => want.whole,
         Some(instance) => gpu
             .geometry
@@ -219,7 +254,8 @@ fn resources(snapshot: &Snapshot, places: &[Placement], node: NodeIndex, broken:
     for placement in places.iter().filter(|placement| placement.node == node) {
         let Some(request) = snapshot.requests.get(placement.request) else { continue };
         for (resource, milli) in &request.pod.milli {
-            *used.entry(resource).or_default() += milli;
+            let used = used.entry(resource).or_default();
+            *used = used.saturating_add(*milli);
         }
     }
     let node = &snapshot.nodes[node];
@@ -254,14 +290,21 @@ fn gpu(
     if gpu.taken_whole {
         wrong("it is somebody's as a whole".into());
     }
-    let whole = placed.iter().any(|device| device.instance.is_none());
-    let switch = if whole { gpu.whole } else { gpu.mig } == Capability::AfterSwitch;
+    let itself = placed.iter().any(|device| device.instance.is_none());
+    let whole = placed.iter().any(|device| device.instance.is_none() && device.share.is_none());
+    let mode = match (whole, itself) {
+        (true, _) => gpu.whole,
+        (false, true) => gpu.shared,
+        (false, false) => gpu.mig,
+    };
+    let switch = mode == Capability::AfterSwitch;
     if let Some(reason) = gpu.stuck.as_ref().filter(|_| switch) {
         wrong(format!("its MIG mode cannot be switched now: {reason}"));
     }
     let taken = || gpu.instances.iter().filter(|instance| instance.state == InstanceState::Taken);
+    shares(gpu, &placed, &mut wrong);
     if whole {
-        if placed.len() > 1 || taken().next().is_some() {
+        if placed.len() > 1 || taken().next().is_some() || gpu.shares_there().next().is_some() {
             wrong("handed out whole, and not alone".into());
         }
         if gpu.whole == Capability::No {
@@ -269,8 +312,20 @@ fn gpu(
         }
         return;
     }
+    if itself {
+        if placed.iter().any(|device| device.instance.is_some()) || taken().next().is_some() {
+            wrong("it carries shares, and not only shares".into());
+        }
+        if gpu.shared == Capability::No {
+            wrong("it cannot carry shares".into());
+        }
+        return;
+    }
     if gpu.mig == Capability::No {
         wrong("it cannot have instances".into());
+    }
+    if gpu.shares_there().any(|share| share.instance.is_none()) {
+        wrong("it has instances beside shares of itself".into());
     }
     if gpu.mig == Capability::AfterSwitch && taken().any(|instance| instance.exists) {
         wrong("its MIG mode is to be switched with something on it".into());
@@ -280,12 +335,25 @@ fn gpu(
         return;
     };
     let mut spans: Vec<(u32, u32)> =
-        taken().map(|instance| (instance.start, instance.start + instance.size)).collect();
+        taken().map(|instance| (instance.start, instance.start.saturating_add(instance.size))).collect();
+    let first = spans.len();
     let mut profiles: Vec<ProfileIndex> = taken().filter_map(|instance| instance.profile).collect();
-    for instance in placed.iter().filter_map(|device| device.instance) {
+    // Of several shares on one instance, the instance counts once; one that is there with shares is among the taken.
+    let carries = |instance: PlannedInstance| {
+        gpu.shares_there().any(|share| share.instance == Some((instance.profile, instance.start)))
+    };
+    let mut carriers: Vec<(ProfileIndex, u32)> = Vec::new();
+    for device in &placed {
+        let Some(instance) = device.instance else { continue };
+        if device.share.is_some() {
+            if carries(instance) || carriers.contains(&(instance.profile, instance.start)) {
+                continue;
+            }
+            carriers.push((instance.profile, instance.start));
+        }
         match geometry.profiles.get(instance.profile) {
             Some(profile) if profile.starts.contains(&instance.start) => {
-                spans.push((instance.start, instance.start + profile.size));
+                spans.push((instance.start, instance.start.saturating_add(profile.size)));
                 profiles.push(instance.profile);
             }
             _ => wrong(format!("no such placement: {instance:?}")),
@@ -295,15 +363,57 @@ fn gpu(
         }
         free_instance(gpu, instance, &mut wrong);
     }
-    for (i, a) in spans.iter().enumerate() {
+    // What is taken already is not the plan's doing.
+    for (i, a) in spans.iter().enumerate().skip(first) {
         if a.1 > geometry.memory_slices {
             wrong(format!("{a:?} ends beyond its slices"));
         }
-        for b in spans[i + 1..].iter().filter(|b| a.0 < b.1 && b.0 < a.1) {
-            wrong(format!("{a:?} and {b:?} overlap"));
+        for b in spans[..i].iter().filter(|b| a.0 < b.1 && b.0 < a.1) {
+            wrong(format!("{b:?} and {a:?} overlap"));
         }
     }
-    budgets(geometry, &profiles, &mut wrong);
+    let of_plan = placed.iter().filter_map(|device| Some(device.instance?.profile)).collect();
+    budgets(geometry, &profiles, &of_plan, &mut wrong);
+}
+
+/// On no carrier do shares take more than it has for them.
+fn shares(gpu: &Gpu, placed: &[&PlacedDevice], wrong: &mut impl FnMut(String)) {
+    let mut used: BTreeMap<Option<(ProfileIndex, u32)>, Vec<Portion>> = BTreeMap::new();
+    let here = placed.iter().filter_map(|device| {
+        Some((device.instance.map(|instance| (instance.profile, instance.start)), device.share?))
+    });
+    for (carrier, portion) in here {
+        let before = gpu.shares_there().filter(|share| share.instance == carrier);
+        let portions = used.entry(carrier).or_insert_with(|| before.map(|share| share.portion).collect());
+        portions.push(portion);
+    }
+    let agree = |(one, other): (&&&PlacedDevice, &&&PlacedDevice)| {
+        let place = |device: &PlacedDevice| device.instance.map(|held| (held.profile, held.start));
+        place(one) != place(other) || one.instance == other.instance
+    };
+    let shares: Vec<_> = placed.iter().filter(|device| device.share.is_some()).collect();
+    if !shares.iter().zip(shares.iter().skip(1)).all(agree) {
+        wrong("one carrier is said to exist and not to exist".into());
+    }
+    for (carrier, portions) in used {
+        let Some(room) = gpu.share_room.get(&carrier.map(|(profile, _)| profile)) else {
+            wrong(format!("{carrier:?} may not carry shares"));
+            continue;
+        };
+        if gpu.equal_shares && portions.last() != portions.first() {
+            wrong(format!("shares of {carrier:?} are not of one size"));
+        }
+        let sum = |of: fn(&Portion) -> u64| portions.iter().map(|one| u128::from(of(one))).sum::<u128>();
+        for (what, used, all) in [
+            ("bytes", sum(|one| one.memory_bytes), room.memory_bytes),
+            ("thousandths of compute", sum(|one| one.compute_milli), room.compute_milli),
+            ("clients", sum(|one| one.clients.max(1).into()), room.clients.into()),
+        ] {
+            if used > u128::from(all) {
+                wrong(format!("shares of {carrier:?} take {used} {what} of {all}"));
+            }
+        }
+    }
 }
 
 /// An instance is said to exist exactly if it does, and a stated layout is kept.
@@ -326,12 +436,17 @@ fn free_instance(gpu: &Gpu, planned: PlannedInstance, wrong: &mut impl FnMut(Str
     }
 }
 
-fn budgets(geometry: &Geometry, profiles: &[ProfileIndex], wrong: &mut impl FnMut(String)) {
-    let used = |engine: fn(&crate::snapshot::Engines) -> u32| -> u32 {
+fn budgets(
+    geometry: &Geometry,
+    profiles: &[ProfileIndex],
+    of_plan: &BTreeSet<ProfileIndex>,
+    wrong: &mut impl FnMut(String),
+) {
+    let used = |engine: fn(&crate::snapshot::Engines) -> u32| -> u64 {
         profiles
             .iter()
             .filter_map(|&p| geometry.profiles.get(p))
-            .map(|profile| engine(&profile.engines))
+            .map(|profile| u64::from(engine(&profile.engines)))
             .sum()
     };
     let all = &geometry.engines;
@@ -341,11 +456,12 @@ fn budgets(geometry: &Geometry, profiles: &[ProfileIndex], wrong: &mut impl FnMu
         ("JPEG engines", used(|e| e.jpeg), all.jpeg),
         ("OFA engines", used(|e| e.ofa), all.ofa),
     ] {
-        if used > all {
+        if used > all.into() {
             wrong(format!("{used} of {all} {name} used"));
         }
     }
-    for (index, profile) in geometry.profiles.iter().enumerate() {
+    let of_plan = of_plan.iter().filter_map(|&index| Some((index, geometry.profiles.get(index)?)));
+    for (index, profile) in of_plan {
         let number = profiles.iter().filter(|&&p| p == index).count();
         if number > profile.max_instances as usize {
             wrong(format!("{number} of {}, at most {} fit", profile.name, profile.max_instances));

@@ -2,12 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::bound;
 use crate::fleet::{Fleet, Numbered};
 use crate::nodes::Misfit;
 use crate::occupancy::{Device, GpuState, Occupancy, slices};
 use crate::place::Answer;
-use crate::plan::{Refusal, RefusalKind};
-use crate::snapshot::{Capability, DeviceNeed, Geometry, Gpu, GpuIndex, NodeIndex, Want};
+use crate::plan::{Certificate, Refusal, RefusalKind, Scope, Verdict};
+use crate::share;
+use crate::snapshot::{Capability, Carrier, DeviceNeed, Geometry, Gpu, GpuIndex, NodeIndex, Portion, Want};
 
 /// Reasons of one kind that are listed one by one; the rest is only counted.
 const LISTED: usize = 3;
@@ -21,7 +23,7 @@ enum Obstacle {
     InPieces,
     /// A placement is free, but not the engines, or there are as many as a GPU can have.
     Engines,
-    /// Too few memory slices are free.
+    /// Too few memory slices are free, or too little room for shares.
     Full,
     /// A whole GPU is wanted and something is in use on it, or instances are wanted and it is used whole.
     InUse,
@@ -39,11 +41,42 @@ enum Obstacle {
     Unable,
 }
 
-/// The refusal of a request for which [`Fleet::best`] found nothing.
-pub fn refusal(fleet: &mut Fleet<'_>, index: usize, asked: Numbered<'_>) -> Refusal {
+/// The refusal of a request for which [`Fleet::best`] found nothing beside so many placements.
+pub fn refusal(fleet: &mut Fleet<'_>, index: usize, asked: Numbered<'_>, beside: usize) -> Refusal {
+    let mut refusal = without_proof(fleet, index, asked);
+    if let Some(proof) = bound::certificate(fleet, &[asked], beside) {
+        if proof.scope == Scope::WhateverEnds && refusal.kind != RefusalKind::NoSuchDevice {
+            refusal.message += "; no node could take it even if all that runs ended";
+        }
+        refusal.verdict = Verdict::Impossible(proof);
+    }
+    refusal
+}
+
+/// What is known of a gang that has no place, for people.
+pub fn verdict_text(verdict: &Verdict) -> String {
+    let alike = |proof: &Certificate| proof.weights.iter().all(|&weight| weight == 1);
+    match verdict {
+        Verdict::Impossible(proof) if proof.scope == Scope::WhateverEnds => match alike(proof) {
+            true => format!("there is room for at most {} of them even if all that runs ended", proof.room),
+            false => "there is no room for all of them even if all that runs ended".into(),
+        },
+        Verdict::Impossible(proof) if alike(proof) => {
+            format!("there is room for at most {} of them now, however they are placed", proof.room)
+        }
+        Verdict::Impossible(_) | Verdict::Exhausted => {
+            "there is no room for all of them now, however they are placed".into()
+        }
+        Verdict::NotFound => "no other way to place them was found within a set amount of work".into(),
+    }
+}
+
+/// The refusal, as far as it is known without a proof by a bound.
+pub fn without_proof(fleet: &mut Fleet<'_>, index: usize, asked: Numbered<'_>) -> Refusal {
     let snapshot = fleet.snapshot;
     let request = asked.request;
-    let refuse = |kind, message| Refusal { request: index, kind, message, moves: None };
+    let refuse =
+        |kind, message| Refusal { request: index, kind, message, verdict: Verdict::Exhausted, moves: None };
     for need in &request.devices {
         let gpus = obstacles(fleet, need);
         if !gpus.iter().any(|&(_, _, obstacle)| obstacle == Obstacle::Room) {
@@ -75,7 +108,8 @@ pub fn refusal(fleet: &mut Fleet<'_>, index: usize, asked: Numbered<'_>) -> Refu
                 count(gave_up, "node")
             );
         }
-        return refuse(RefusalKind::NoRoom, format!("needs {wanted} on one node{conditions}: {evidence}"));
+        let message = format!("needs {wanted} on one node{conditions}: {evidence}");
+        return Refusal { verdict: verdict(gave_up), ..refuse(RefusalKind::NoRoom, message) };
     }
     let mut gpus = BTreeSet::new();
     for need in &request.devices {
@@ -87,7 +121,12 @@ pub fn refusal(fleet: &mut Fleet<'_>, index: usize, asked: Numbered<'_>) -> Refu
     let their = if with_room.len() == 1 { "the node does not fit" } else { "the nodes do not fit" };
     let message =
         format!("needs {wanted}: {} room, but {their}: {}", have(gpus.len(), "GPU"), misfit_text(&misfits));
-    refuse(RefusalKind::NodesDoNotFit, message)
+    Refusal { verdict: verdict(gave_up), ..refuse(RefusalKind::NodesDoNotFit, message) }
+}
+
+/// Where the search was given up on so many nodes.
+fn verdict(gave_up: usize) -> Verdict {
+    if gave_up > 0 { Verdict::NotFound } else { Verdict::Exhausted }
 }
 
 /// What keeps each GPU of the cluster from serving the need, by the most hopeful of its alternatives.
@@ -132,7 +171,40 @@ fn obstacle(fleet: &Fleet<'_>, gpu: &Gpu, state: &GpuState, want: &Want) -> Obst
             .then(|| wanted.into_iter().map(|p| instance_obstacle(fleet, gpu, state, geometry, p)).min())?
     };
     let whole = if want.whole { as_whole() } else { Obstacle::Unable };
-    whole.min(cut().unwrap_or(Obstacle::Unable))
+    whole.min(cut().unwrap_or(Obstacle::Unable)).min(share_obstacle(fleet, gpu, state, want))
+}
+
+fn share_obstacle(fleet: &Fleet<'_>, gpu: &Gpu, state: &GpuState, want: &Want) -> Obstacle {
+    let geometries = &fleet.snapshot.geometries;
+    let of = |(carrier, portion): (Carrier, Portion)| {
+        if gpu.closed.is_some() {
+            return Obstacle::Closed;
+        }
+        let Some(room) = state.shares.room(carrier) else { return Obstacle::Policy };
+        if !portion.fits(room, &Portion::default()) {
+            return Obstacle::Unable;
+        }
+        let can = |carrier| state.can_give(geometries, Device::Share { carrier, portion });
+        let Some(profile) = carrier else {
+            return match state.shared_now() {
+                _ if can(None) => Obstacle::Room,
+                Capability::No if gpu.shared == Capability::No => Obstacle::Mode,
+                Capability::No if state.shares.itself == Capability::No => Obstacle::Stuck,
+                Capability::No => Obstacle::InUse,
+                Capability::Now | Capability::AfterSwitch => Obstacle::Full,
+            };
+        };
+        let geometry = state.geometry.and_then(|index| geometries.get(index));
+        let Some(geometry) = geometry.filter(|geometry| profile < geometry.profiles.len()) else {
+            return Obstacle::Unable;
+        };
+        if geometry.profiles[profile].starts.iter().any(|&start| can(Some((profile, start)))) {
+            return Obstacle::Room;
+        }
+        // Room for a new instance would have been room for the share.
+        instance_obstacle(fleet, gpu, state, geometry, profile)
+    };
+    share::on(&want.shares, state.geometry).map(of).min().unwrap_or(Obstacle::Unable)
 }
 
 fn instance_obstacle(

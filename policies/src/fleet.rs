@@ -2,23 +2,28 @@
 //! cheapest place.
 //!
 //! A request for one device is answered from an index of GPUs by state: the time depends on the number of distinct
-//! states, not of GPUs. For one of several devices each node is searched once and again only after it has changed.
+//! states, not of GPUs. For one of several devices, and where the demand is known, nodes are kept in the order of their
+//! prices, and each is searched once and again only after it has changed.
 
-use std::collections::{BTreeMap, HashMap};
+use std::cell::Cell;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use crate::catalog::{Catalog, Offer, StateId, WantId};
+use crate::demand::{self, Asked, Demand};
 use crate::index::{GROUPS, GroupId, Index, Seat};
 use crate::nodes::{self, Misfit};
 use crate::occupancy::{Device, GpuState};
 use crate::place::{self, Answer, Chosen, Solution};
 use crate::shape::Shape;
 use crate::snapshot::{
-    Gpu, GpuIndex, Instance, InstanceState, Node, NodeIndex, PlacedDevice, PlannedInstance, PodNeeds,
-    Request, Snapshot, Strategy, Want,
+    self, Gpu, GpuIndex, Instance, InstanceState, Node, NodeIndex, PlacedDevice, PodNeeds, Request, Snapshot,
+    Strategy, TakenShare, Want,
 };
-use crate::value::Cost;
+use crate::standings::{Entry, Standings};
+use crate::value::{Cost, Likeness, Weights};
 
 /// Number of distinct device needs and constraints.
 pub type ShapeId = usize;
@@ -46,7 +51,7 @@ pub struct Fleet<'a> {
     /// What the fleet was made from; its requests play no part.
     pub snapshot: &'a Snapshot,
     /// What GPUs can give.
-    pub catalog: Catalog<'a>,
+    pub catalog: Catalog,
     nodes: Vec<NodeNow>,
     /// The GPUs that can give anything.
     index: Index,
@@ -63,7 +68,59 @@ pub struct Fleet<'a> {
     selection_numbers: HashMap<PodNeeds, SelectionId>,
     selections: Vec<Selection>,
     resources: BTreeMap<String, ResourceId>,
+    /// See [`Fleet::emptied`].
+    emptied: Option<Rc<Vec<Arc<[StateId]>>>>,
+    demand: Demand,
+    /// By kind of request for one device: GPUs whose nodes could not take the pod, those of earlier requests for half,
+    /// for a fourth and so on. Where they are too many, it is not the GPUs that decide, and the nodes are kept in order.
+    passed_over: HashMap<(ShapeId, PodId), usize>,
+    /// Of use for several devices, where there is a demand, and where other resources decide.
+    standings: Standings<(ShapeId, PodId)>,
+    likes: Likes,
+    /// Nodes that may not be as in the snapshot.
+    touched: BTreeSet<NodeIndex>,
 }
+
+/// What a fleet has of nodes alone, for the next fleet: it replaces those that have changed.
+#[derive(Debug)]
+pub struct Base {
+    /// What it was made from.
+    of: Vec<Arc<Node>>,
+    catalog: Catalog,
+    nodes: Vec<NodeNow>,
+    index: Index,
+    resources: BTreeMap<String, ResourceId>,
+    likes: Likes,
+}
+
+/// Distinct lists of what decides about the weights of a node's open GPUs.
+#[derive(Debug, Default)]
+struct Likes {
+    all: Vec<Vec<Likeness>>,
+    numbers: HashMap<Vec<Likeness>, usize>,
+    by_node: Vec<usize>,
+}
+
+impl Likes {
+    fn number(&mut self, node: &Node) -> usize {
+        let of: Vec<Likeness> = node.gpus.iter().filter_map(Likeness::of).collect();
+        if let Some(&number) = self.numbers.get(&of) {
+            return number;
+        }
+        self.all.push(of.clone());
+        self.numbers.insert(of, self.all.len() - 1);
+        self.all.len() - 1
+    }
+
+    fn counted(&self) -> impl Iterator<Item = (u64, &Likeness)> {
+        let mut counts = vec![0; self.all.len()];
+        self.by_node.iter().for_each(|&number| counts[number] += 1);
+        counts.into_iter().zip(&self.all).flat_map(|(count, all)| all.iter().map(move |one| (count, one)))
+    }
+}
+
+/// What has been met of states, wants and kinds of nodes is forgotten beyond so many.
+const MET: usize = 1 << 16;
 
 #[derive(Debug)]
 struct NodeNow {
@@ -78,10 +135,15 @@ struct NodeNow {
     group: GroupId,
     /// Grows whenever a GPU changes.
     version: u32,
+    /// See [`Fleet::emptied`].
+    emptied: Option<Arc<[StateId]>>,
 }
 
 /// Most steps of the searches for a shape, over all nodes.
 const WORK: u32 = 1_000_000;
+
+/// See [`Fleet`]'s `passed_over`: about as much work as keeping the nodes in order.
+const IN_VAIN: usize = 256;
 
 /// What was worked out for a shape.
 #[derive(Debug, Default)]
@@ -113,11 +175,46 @@ struct Pod {
 impl<'a> Fleet<'a> {
     /// The cluster of the snapshot.
     pub fn of(snapshot: &'a Snapshot) -> Self {
+        Self::with(snapshot, None)
+    }
+
+    /// The same, with what an earlier fleet had of nodes that are as they were.
+    pub fn with(snapshot: &'a Snapshot, base: Option<Base>) -> Self {
+        let now = snapshot.nodes.as_shared();
+        let fits = |base: &Base| {
+            base.catalog.geometries() == snapshot.geometries
+                && base.of.len() == now.len()
+                && base.catalog.size() + base.likes.all.len() < MET
+        };
+        let mut base = base.filter(fits);
+        let mut likes = base.as_mut().map(|base| std::mem::take(&mut base.likes)).unwrap_or_default();
+        likes.by_node.resize(now.len(), 0);
+        let is_new = |&node: &NodeIndex| {
+            let known = base.as_ref().map(|base| &base.of[node]);
+            known.is_none_or(|known| !Arc::ptr_eq(known, &now[node]) && *known != now[node])
+        };
+        let mut new: Vec<NodeIndex> = (0..now.len()).filter(is_new).collect();
+        for &node in &new {
+            likes.by_node[node] = likes.number(&now[node]);
+        }
+        let weights = Weights::of(snapshot, likes.counted());
+        // Where one weight is another, all states are worth something else.
+        let base = base.filter(|base| *base.catalog.weights() == weights);
+        if base.is_none() {
+            new = (0..now.len()).collect();
+        }
+        let (catalog, nodes, index, resources) = match base {
+            Some(base) => (base.catalog, base.nodes, base.index, base.resources),
+            None => {
+                let catalog = Catalog::of(&snapshot.geometries, weights);
+                (catalog, Vec::with_capacity(now.len()), Index::default(), BTreeMap::new())
+            }
+        };
         let mut fleet = Self {
             snapshot,
-            catalog: Catalog::of(snapshot),
-            nodes: Vec::with_capacity(snapshot.nodes.len()),
-            index: Index::default(),
+            catalog,
+            nodes,
+            index,
             groups: 1,
             shape_numbers: HashMap::new(),
             shapes: Vec::new(),
@@ -126,16 +223,79 @@ impl<'a> Fleet<'a> {
             pods: Vec::new(),
             selection_numbers: HashMap::new(),
             selections: Vec::new(),
-            resources: BTreeMap::new(),
+            resources,
+            emptied: None,
+            demand: Demand::default(),
+            passed_over: HashMap::new(),
+            standings: Standings::new(snapshot.nodes.len()),
+            likes,
+            touched: BTreeSet::new(),
         };
-        for (index, node) in snapshot.nodes.iter().enumerate() {
-            let now = fleet.node_now(node);
-            fleet.nodes.push(now);
-            for gpu in 0..node.gpus.len() {
-                fleet.seat(index, gpu);
-            }
-        }
+        new.into_iter().for_each(|node| fleet.set(node));
+        fleet.learn_demand();
         fleet
+    }
+
+    /// What there is of nodes alone.
+    pub fn into_base(mut self) -> Base {
+        self.restore();
+        let Self { snapshot, catalog, nodes, index, resources, likes, .. } = self;
+        Base { of: snapshot.nodes.as_shared().to_vec(), catalog, nodes, index, resources, likes }
+    }
+
+    /// As if nobody had asked for anything yet.
+    pub fn reset(&mut self) {
+        self.restore();
+        self.groups = 1;
+        self.shape_numbers.clear();
+        self.shapes.clear();
+        self.answers.clear();
+        self.pod_numbers.clear();
+        self.pods.clear();
+        self.selection_numbers.clear();
+        self.selections.clear();
+        self.passed_over.clear();
+        self.standings = Standings::new(self.nodes.len());
+        self.learn_demand();
+    }
+
+    fn restore(&mut self) {
+        for node in std::mem::take(&mut self.touched) {
+            let emptied = self.nodes[node].emptied.take();
+            self.set(node);
+            self.nodes[node].emptied = emptied;
+        }
+    }
+
+    /// Makes the node what it is in the snapshot. A new one is the next.
+    fn set(&mut self, node: NodeIndex) {
+        let gpus = 0..self.nodes.get(node).map_or(0, |now| now.gpus.len());
+        gpus.for_each(|gpu| self.unseat(node, gpu));
+        let now = self.node_now(&self.snapshot.nodes[node]);
+        let gpus = 0..now.gpus.len();
+        match self.nodes.get_mut(node) {
+            Some(known) => *known = now,
+            None => self.nodes.push(now),
+        }
+        gpus.for_each(|gpu| self.seat(node, gpu));
+    }
+
+    fn learn_demand(&mut self) {
+        let snapshot = self.snapshot;
+        let kinds = snapshot.demand.iter().filter_map(|demand| self.asked_for(demand)).collect();
+        self.demand = Demand::of(snapshot, &self.catalog, kinds);
+    }
+
+    /// What is asked for again and again, in numbers. Of requests for several kinds of devices nothing is said.
+    fn asked_for(&mut self, demand: &'a snapshot::Demand) -> Option<Asked> {
+        let asked = self.numbered(&demand.request);
+        let [need] = demand.request.devices.as_slice() else { return None };
+        let counts = need.alternatives.iter().map(|want| want.count);
+        let wants = self.shapes[asked.shape].wants[0].iter().copied().zip(counts).collect();
+        let pod = &self.pods[asked.pod];
+        let suits = self.selections[pod.selection].unsuitable.iter().map(Option::is_none).collect();
+        let milli = pod.milli.iter().map(|&(_, id, needs)| (id, needs)).collect();
+        Some(Asked { wants, weight: demand.weight.into(), suits, milli })
     }
 
     fn node_now(&mut self, node: &Node) -> NodeNow {
@@ -148,7 +308,7 @@ impl<'a> Fleet<'a> {
             free_milli[id] = Some(free);
         }
         let crowding = self.crowding(&gpus);
-        NodeNow { gpus, free_milli, crowding, rank: rank(&node.gpus), group: 0, version: 0 }
+        NodeNow { gpus, free_milli, crowding, rank: rank(&node.gpus), group: 0, version: 0, emptied: None }
     }
 
     fn resource(&mut self, name: &str) -> ResourceId {
@@ -269,6 +429,7 @@ impl<'a> Fleet<'a> {
                     gpus.clone().for_each(|gpu| self.unseat(node, gpu));
                     self.nodes[node].group = self.groups;
                     gpus.for_each(|gpu| self.seat(node, gpu));
+                    self.touched.insert(node);
                 }
             }
             self.groups += 1;
@@ -300,41 +461,155 @@ impl<'a> Fleet<'a> {
 
     /// Whether the node could take the pod, GPUs aside, if pods like these left it.
     pub fn fits_without(&self, node: NodeIndex, asked: Numbered<'_>, gone: &[PodId]) -> bool {
-        let (pod, free) = (&self.pods[asked.pod], &self.nodes[node].free_milli);
+        self.takes(node, asked.pod, gone) && !asked.request.avoid.contains(&node)
+    }
+
+    fn takes(&self, node: NodeIndex, pod: PodId, gone: &[PodId]) -> bool {
+        let (pod, free) = (&self.pods[pod], &self.nodes[node].free_milli);
         let freed = |id: ResourceId| -> i128 {
             let of = |&pod: &PodId| self.pods[pod].milli.iter().filter(|(_, other, _)| *other == id);
-            gone.iter().flat_map(of).map(|(_, _, needs)| needs).sum()
+            gone.iter().flat_map(of).fold(0, |sum, (_, _, needs)| needs.saturating_add(sum))
         };
         let enough = |&(_, id, needs): &(_, ResourceId, i128)| {
-            free.get(id).copied().flatten().is_some_and(|free| free >= needs || free + freed(id) >= needs)
+            free.get(id)
+                .copied()
+                .flatten()
+                .is_some_and(|free| free >= needs || freed(id).saturating_add(free) >= needs)
         };
         let unsuitable = &self.selections[pod.selection].unsuitable[node];
-        unsuitable.is_none() && pod.milli.iter().all(enough) && !asked.request.avoid.contains(&node)
+        unsuitable.is_none() && pod.milli.iter().all(enough)
+    }
+
+    /// For so many such pods the node has resources, GPUs aside; 0 if it cannot take one.
+    pub fn pods(&self, node: NodeIndex, asked: Numbered<'_>) -> u64 {
+        if !self.fits(node, asked) {
+            return 0;
+        }
+        let number = |&(_, id, needs): &(_, ResourceId, i128)| {
+            let free = self.nodes[node].free_milli.get(id).copied().flatten().unwrap_or(0);
+            u64::try_from(free / needs).unwrap_or(u64::MAX)
+        };
+        self.pods[asked.pod].milli.iter().map(number).min().unwrap_or(u64::MAX)
+    }
+
+    /// Whether the node could take the pod, GPUs aside, if nothing ran there and it was ready and not cordoned.
+    pub fn could_fit(&self, node: NodeIndex, asked: Numbered<'_>) -> bool {
+        let (pod, free) = (&self.pods[asked.pod], &self.nodes[node].free_milli);
+        let passes = matches!(
+            self.selections[pod.selection].unsuitable[node],
+            None | Some(Misfit::NotReady | Misfit::Cordoned)
+        );
+        passes && pod.milli.iter().all(|&(_, id, _)| free.get(id).copied().flatten().is_some())
+    }
+
+    /// What is left of a resource, in thousandths of its unit.
+    pub fn free(&self, node: NodeIndex, resource: &str) -> Option<i128> {
+        let id = self.resources.get(resource)?;
+        self.nodes[node].free_milli.get(*id).copied().flatten()
+    }
+
+    /// By node: the states that its GPUs would be in if nothing was on them, and they were neither closed nor stuck.
+    pub fn emptied(&mut self) -> Rc<Vec<Arc<[StateId]>>> {
+        if let Some(known) = &self.emptied {
+            return Rc::clone(known);
+        }
+        let snapshot = self.snapshot;
+        let mut numbers = HashMap::new();
+        let mut emptied = |gpu: &'a Gpu| {
+            let layout = if gpu.fixed { gpu.instances.as_slice() } else { &[] };
+            let modes = (gpu.mig, gpu.whole, gpu.shared);
+            let likeness = (gpu.geometry, modes, gpu.fixed, &gpu.allowed, &gpu.share_room);
+            let known: &mut Vec<(&[Instance], StateId)> = numbers.entry(likeness).or_default();
+            if let Some((_, id)) = known.iter().find(|(other, _)| *other == layout) {
+                return *id;
+            }
+            let id = self.catalog.number(GpuState::emptied(gpu, &snapshot.geometries));
+            known.push((layout, id));
+            id
+        };
+        let nodes = self.nodes.iter_mut().zip(snapshot.nodes.iter());
+        let all = nodes.map(|(now, node)| {
+            let known = now.emptied.get_or_insert_with(|| node.gpus.iter().map(&mut emptied).collect());
+            Arc::clone(known)
+        });
+        let all = all.collect();
+        Rc::clone(self.emptied.insert(Rc::new(all)))
     }
 
     /// The cheapest place for the request, if there is one. Equal prices are decided by crowding, then by UUID.
     pub fn best(&mut self, asked: Numbered<'_>) -> Option<(NodeIndex, Rc<Solution>)> {
-        if self.shapes[asked.shape].single {
+        let kind = (asked.shape, asked.pod);
+        let in_vain = || self.passed_over.get(&kind).is_some_and(|&number| number > IN_VAIN);
+        if self.demand.is_empty() && self.shapes[asked.shape].single && !in_vain() {
             return self.best_single(asked).map(|(node, solution)| (node, Rc::new(solution)));
         }
-        let mut best: Option<(NodeIndex, Rc<Solution>)> = None;
-        for node in 0..self.nodes.len() {
-            if !self.fits(node, asked) {
-                continue;
+        for node in self.standings.stale(kind) {
+            let place = if !self.takes(node, asked.pod, &[]) {
+                None
+            } else if self.demand.is_empty() {
+                self.place_on(asked, node)
+            } else {
+                self.priced(asked, node).map(Rc::new)
+            };
+            let now = &self.nodes[node];
+            let entry = place.map(|place| Entry { place, crowding: now.crowding, rank: now.rank });
+            self.standings.enter(kind, node, entry);
+        }
+        self.standings.first(kind, |node| !asked.request.avoid.contains(&node))
+    }
+
+    /// The cheapest place on the node, resources and what is avoided aside, at the price that the demand gives it.
+    fn priced(&mut self, asked: Numbered<'_>, node: NodeIndex) -> Option<Solution> {
+        let before = self.worth_of(node, &self.nodes[node].gpus.clone(), None);
+        let mut best: Option<Solution> = None;
+        for place in self.places_on(asked, node) {
+            let mut place = Solution::clone(&place);
+            let mut gpus = self.nodes[node].gpus.clone();
+            let mut price = 0u64;
+            for chosen in &place.devices {
+                let state = self.catalog.state(gpus[chosen.gpu]);
+                let part = demand::part(self.catalog.geometries(), state, chosen.offer.device);
+                price = price.saturating_add(self.demand.price(state.geometry, part));
+                gpus[chosen.gpu] = self.catalog.given(gpus[chosen.gpu], chosen.offer.device);
             }
-            let Some(solution) = self.place_on(asked, node) else { continue };
-            let now = |node: NodeIndex| (self.nodes[node].crowding, self.nodes[node].rank, node);
-            let better = best.as_ref().is_none_or(|(other, than)| {
-                (&solution.choice, solution.cost, now(node)) < (&than.choice, than.cost, now(*other))
-            });
-            if better {
-                best = Some((node, solution));
+            let after = self.worth_of(node, &gpus, Some(asked.pod));
+            place.cost.loss =
+                place.cost.loss.saturating_add(price).saturating_add(before.saturating_sub(after));
+            let key =
+                |place: &Solution| (place.choice.clone(), place.cost, place.devices.first().map(|d| d.gpu));
+            if best.as_ref().is_none_or(|best| key(&place) < key(best)) {
+                best = Some(place);
             }
         }
         best
     }
 
+    /// What the node is worth to the demand, with GPUs in these states and one more pod.
+    fn worth_of(&mut self, node: NodeIndex, gpus: &[StateId], pod: Option<PodId>) -> u64 {
+        let (now, pods) = (&self.nodes[node], &self.pods);
+        let used = |id: ResourceId| -> i128 {
+            let of_pod = pod.and_then(|pod| pods[pod].milli.iter().find(|&&(_, other, _)| other == id));
+            of_pod.map_or(0, |&(_, _, needs)| needs)
+        };
+        let free = |id: ResourceId| now.free_milli.get(id).copied().flatten().unwrap_or(0) - used(id);
+        self.demand.worth(&self.catalog, node, gpus, free)
+    }
+
     fn best_single(&mut self, asked: Numbered<'_>) -> Option<(NodeIndex, Solution)> {
+        let passed_over = Cell::new(0);
+        let best = self.best_by_state(asked, &passed_over);
+        if passed_over.get() > 0 {
+            let number = self.passed_over.entry((asked.shape, asked.pod)).or_default();
+            *number = *number / 2 + passed_over.get();
+        }
+        best
+    }
+
+    fn best_by_state(
+        &mut self,
+        asked: Numbered<'_>,
+        passed_over: &Cell<usize>,
+    ) -> Option<(NodeIndex, Solution)> {
         for alternative in 0..self.shapes[asked.shape].wants[0].len() {
             let want = self.shapes[asked.shape].wants[0][alternative];
             self.rank(want);
@@ -343,7 +618,7 @@ impl<'a> Fleet<'a> {
                 if best.is_some_and(|(lowest, _, _)| lowest < cost) {
                     break;
                 }
-                let Some(seat) = self.first_seat(state, asked) else { continue };
+                let Some(seat) = self.first_seat(state, asked, passed_over) else { continue };
                 if best.is_none_or(|(_, other, _)| seat < other) {
                     best = Some((cost, seat, state));
                 }
@@ -361,9 +636,14 @@ impl<'a> Fleet<'a> {
     }
 
     /// The first GPU in the state whose node can take the pod.
-    fn first_seat(&self, state: StateId, asked: Numbered<'_>) -> Option<Seat> {
+    fn first_seat(&self, state: StateId, asked: Numbered<'_>, passed_over: &Cell<usize>) -> Option<Seat> {
         let suits = &self.selections[self.pods[asked.pod].selection].suits;
-        self.index.first(state, |group| suits[group], |node| self.fits(node, asked))
+        let fits = |node| {
+            let fits = self.fits(node, asked);
+            passed_over.set(passed_over.get() + usize::from(!fits));
+            fits
+        };
+        self.index.first(state, |group| suits[group], fits)
     }
 
     /// Up to `most` places for the request, cheapest first; of places on GPUs in equal states only one. For several
@@ -379,22 +659,59 @@ impl<'a> Fleet<'a> {
             let seats: Vec<(StateId, Seat)> = self
                 .catalog
                 .ranking(want)
-                .filter_map(|(_, state)| Some((state, self.first_seat(state, asked)?)))
+                .filter_map(|(_, state)| Some((state, self.first_seat(state, asked, &Cell::new(0))?)))
                 .collect();
             for (state, seat) in seats {
                 let offers = self.catalog.offers(state, want);
-                let of = |offer: &Offer| (seat.node, Rc::new(single(alternative, seat.gpu, *offer)));
+                let of = |offer: &Offer| (seat, Rc::new(single(alternative, seat.gpu, *offer)));
                 places.extend(offers.iter().map(of));
             }
         }
-        places.sort_by_key(|(_, place)| (place.choice[0], place.cost));
+        // Equal prices as in `best`, whatever the numbers of states.
+        let device = |place: &Solution| place.devices.first().map(|chosen| chosen.offer.device);
+        places.sort_by_key(|(seat, place)| (place.choice[0], place.cost, *seat, device(place)));
+        let mut places: Vec<(NodeIndex, Rc<Solution>)> =
+            places.into_iter().map(|(seat, place)| (seat.node, place)).collect();
         places.truncate(most);
         places
+    }
+
+    /// Places for the request on the node: all, on GPUs in equal states one, or, for several devices, the best.
+    pub fn places_on(&mut self, asked: Numbered<'_>, node: NodeIndex) -> Vec<Rc<Solution>> {
+        if !self.shapes[asked.shape].single {
+            return self.place_on(asked, node).into_iter().collect();
+        }
+        let mut places = Vec::new();
+        for (alternative, &want) in self.shapes[asked.shape].wants[0].iter().enumerate() {
+            for (gpu, &state) in self.nodes[node].gpus.iter().enumerate() {
+                if !self.nodes[node].gpus[..gpu].contains(&state) {
+                    let offers = self.catalog.offers(state, want);
+                    places.extend(offers.iter().map(|offer| Rc::new(single(alternative, gpu, *offer))));
+                }
+            }
+        }
+        places
+    }
+
+    /// What is left of each resource on the node.
+    pub fn resources(&self, node: NodeIndex) -> &[Option<i128>] {
+        &self.nodes[node].free_milli
+    }
+
+    /// Whether a share would do for the shape.
+    pub fn wants_shares(&self, shape: ShapeId) -> bool {
+        let mut wants = self.shapes[shape].devices.iter().flat_map(|need| &need.alternatives);
+        wants.any(|want| !want.shares.is_empty())
     }
 
     /// Whether the shape is one device, on any GPU that will do.
     pub fn is_single(&self, shape: ShapeId) -> bool {
         self.shapes[shape].single
+    }
+
+    /// Whether the shape tells GPUs of one kind apart.
+    pub fn tells_apart(&self, shape: ShapeId) -> bool {
+        self.shapes[shape].by_name
     }
 
     /// Number of nodes.
@@ -404,21 +721,11 @@ impl<'a> Fleet<'a> {
 
     /// Every device that would do for a request of one, were the GPU empty, with the alternative that it is of.
     pub fn devices(&self, asked: Numbered<'_>, node: NodeIndex, gpu: GpuIndex) -> Vec<(usize, Device)> {
-        let state = self.state(node, gpu);
-        let mut devices = Vec::new();
-        for (alternative, want) in asked.request.devices[0].alternatives.iter().enumerate() {
-            if want.whole {
-                devices.push((alternative, Device::Whole));
-            }
-            let Some(index) = state.geometry else { continue };
-            for &profile in want.profiles.get(&index).into_iter().flatten() {
-                let starts =
-                    self.catalog.geometries()[index].profiles.get(profile).map_or(&[][..], |p| &p.starts);
-                devices
-                    .extend(starts.iter().map(|&start| (alternative, Device::Instance { profile, start })));
-            }
-        }
-        devices
+        let (state, wants) = (self.nodes[node].gpus[gpu], &self.shapes[asked.shape].wants[0]);
+        let of = |(alternative, &want): (usize, &WantId)| {
+            self.catalog.devices(state, want).into_iter().map(move |device| (alternative, device))
+        };
+        wants.iter().enumerate().flat_map(of).collect()
     }
 
     /// The place that has exactly this device, if the GPU, in this state, can give it.
@@ -434,6 +741,12 @@ impl<'a> Fleet<'a> {
         let offers = self.catalog.offers(state, want);
         let offer = offers.iter().find(|offer| offer.device == device)?;
         Some(Rc::new(single(alternative, gpu, *offer)))
+    }
+
+    /// Whether no pod has told the nodes apart that can take this one, amounts of resources aside.
+    pub fn of_one_group(&self, asked: Numbered<'_>) -> bool {
+        let suits = &self.selections[self.pods[asked.pod].selection].suits;
+        self.groups < GROUPS && suits.iter().filter(|&&suits| suits).count() <= 1
     }
 
     /// Whether a GPU in the state has something for a request of one device.
@@ -487,6 +800,15 @@ impl<'a> Fleet<'a> {
         answer
     }
 
+    /// The best place for the request on the node, were its GPUs in these states.
+    pub fn answer_with(&mut self, asked: Numbered<'_>, node: NodeIndex, gpus: &[StateId]) -> Answer {
+        let (shape, steps) = (&self.shapes[asked.shape], &mut self.answers[asked.shape].steps);
+        let most = place::WORK.min(WORK - *steps);
+        let (answer, more) = place::on_node(&mut self.catalog, shape, node, gpus, most);
+        *steps = WORK.min(*steps + more);
+        answer
+    }
+
     /// The place of somebody who has these devices; `None` if they are not all somebody's and there, or do not serve the
     /// request's needs.
     pub fn held(&self, asked: Numbered<'_>, node: NodeIndex, devices: &[PlacedDevice]) -> Option<Solution> {
@@ -501,15 +823,20 @@ impl<'a> Fleet<'a> {
             let (these, others) = rest.split_at_checked(count)?;
             for device in these {
                 let gpu = contents.gpus.get(device.gpu)?;
-                let held = match device.instance {
-                    None => gpu.taken_whole.then_some(Device::Whole)?,
-                    Some(PlannedInstance { profile, start, .. }) => {
-                        let it = |one: &&Instance| one.profile == Some(profile) && one.start == start;
-                        let there = gpu.instances.iter().find(it)?;
-                        let held = there.exists && there.state == InstanceState::Taken;
-                        held.then_some(Device::Instance { profile, start })?
+                let held = Device::of(device);
+                let there = match held {
+                    Device::Whole => gpu.taken_whole,
+                    Device::Instance { profile, start } => gpu.instances.iter().any(|one| {
+                        let it = one.profile == Some(profile) && one.start == start;
+                        it && one.exists && one.state == InstanceState::Taken
+                    }),
+                    Device::Share { carrier, portion } => {
+                        gpu.shares.contains(&TakenShare { instance: carrier, portion })
                     }
                 };
+                if !there {
+                    return None;
+                }
                 let after = self.nodes[node].gpus[device.gpu];
                 let offer = Offer { device: held, exists: true, after, cost: Cost::default() };
                 place.devices.push(Chosen { need, alternative, gpu: device.gpu, offer });
@@ -542,11 +869,13 @@ impl<'a> Fleet<'a> {
 
     /// Counts a pod's needs as used, `times` times; negative: as free again.
     pub fn use_resources(&mut self, pod: PodId, node: NodeIndex, times: i128) {
+        self.touched.insert(node);
         for &(_, id, needs) in &self.pods[pod].milli {
             if let Some(Some(free)) = self.nodes[node].free_milli.get_mut(id) {
                 *free = free.saturating_sub(times * needs);
             }
         }
+        self.standings.changed(node);
     }
 
     /// Sets the node's GPUs back to these states, and a pod's needs as used `times` times more.
@@ -560,7 +889,8 @@ impl<'a> Fleet<'a> {
         self.change(node, |catalog, gpus| gpus[gpu] = catalog.given(gpus[gpu], device));
     }
 
-    fn change(&mut self, node: NodeIndex, change: impl FnOnce(&mut Catalog<'a>, &mut [StateId])) {
+    fn change(&mut self, node: NodeIndex, change: impl FnOnce(&mut Catalog, &mut [StateId])) {
+        self.touched.insert(node);
         let before = self.nodes[node].gpus.clone();
         let mut after = before.clone();
         change(&mut self.catalog, &mut after);
@@ -573,6 +903,7 @@ impl<'a> Fleet<'a> {
         let now = &mut self.nodes[node];
         (now.gpus, now.crowding) = (after, crowding);
         now.version += 1;
+        self.standings.changed(node);
         changed.iter().for_each(|&gpu| self.seat(node, gpu));
     }
 }

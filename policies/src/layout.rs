@@ -115,11 +115,7 @@ pub fn warm(snapshot: &Snapshot, plan: &Plan, wishes: &[WarmWish]) -> Vec<WarmPl
     let mut fleet = Fleet::of(snapshot);
     for placement in &plan.placements {
         for device in &placement.devices {
-            let device_of = device.instance.map_or(Device::Whole, |instance| Device::Instance {
-                profile: instance.profile,
-                start: instance.start,
-            });
-            fleet.give(placement.node, device.gpu, device_of);
+            fleet.give(placement.node, device.gpu, Device::of(device));
         }
     }
     let mut places = Vec::new();

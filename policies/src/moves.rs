@@ -159,8 +159,7 @@ pub struct Room {
 pub enum Outcome {
     /// Room.
     Found(Room),
-    /// With so many moves there is none, as far as GPUs decide: of GPUs in equal states one is tried for each who moves,
-    /// whatever else is left on their nodes.
+    /// With so many moves there is none: everything was tried.
     Nothing,
     /// None was found within the set amount of work, or not everything was tried.
     GaveUp,
@@ -176,6 +175,7 @@ pub fn make_room<'r>(
 ) -> Outcome {
     let gpus: usize = (0..fleet.nodes()).map(|node| fleet.gpus(node).len()).sum();
     let work = limits.work.max(LOOKS * gpus as u64);
+    let plain = plain(fleet, tenants, asked, limits.moves);
     let mut search = Search {
         fleet,
         tenants,
@@ -183,6 +183,7 @@ pub fn make_room<'r>(
         moves: 0,
         work,
         cut: false,
+        plain,
         placed: Vec::new(),
         evicted: Vec::new(),
     };
@@ -196,6 +197,25 @@ pub fn make_room<'r>(
         }
     }
     if search.cut { Outcome::GaveUp } else { Outcome::Nothing }
+}
+
+/// Whether GPUs alone decide: those who may move have one device each, of any GPU that will do, avoid no node, and each
+/// node has the resources for the request and so many of them, whoever they are.
+fn plain(fleet: &Fleet<'_>, tenants: &Tenants<'_>, asked: Numbered<'_>, moves: u32) -> bool {
+    let mut needs: BTreeMap<&str, i128> = BTreeMap::new();
+    let movable = || tenants.all.values().filter(|tenant| tenant.price.is_some()).map(|tenant| tenant.asked);
+    for (resource, &amount) in movable().chain([asked]).flat_map(|asked| &asked.request.pod.milli) {
+        let most = needs.entry(resource).or_default();
+        *most = amount.max(*most);
+    }
+    let pods = i128::from(moves) + 1;
+    let enough = |node| {
+        needs.iter().all(|(resource, &amount)| {
+            amount == 0 || fleet.free(node, resource).is_some_and(|free| free >= amount.saturating_mul(pods))
+        })
+    };
+    movable().all(|asked| fleet.is_single(asked.shape) && asked.request.avoid.is_empty())
+        && (0..fleet.nodes()).all(enough)
 }
 
 /// Moves those who have to and takes the request's place.
@@ -227,6 +247,8 @@ struct Search<'s, 'a, 'r> {
     work: u64,
     /// Something was left out.
     cut: bool,
+    /// See [`plain`].
+    plain: bool,
     placed: Vec<(Pending<'r>, NodeIndex, Rc<Solution>)>,
     evicted: Vec<(TenantId, Tenant<'r>)>,
 }
@@ -248,6 +270,8 @@ impl<'r> Search<'_, '_, 'r> {
         let Some(one) = pending.pop() else { return true };
         // If nobody comes after, one free place is as good as another.
         let last = pending.is_empty();
+        // Of GPUs in equal states one is tried, of several devices the best place of each node.
+        self.cut |= !(last || self.plain && self.fleet.of_one_group(one.1));
         let free = self.fleet.places(one.1, if last { 1 } else { usize::MAX });
         self.work = self.work.saturating_sub(1 + free.len() as u64);
         for (node, place) in free {
@@ -335,7 +359,9 @@ impl<'r> Search<'_, '_, 'r> {
         }
         candidates.retain(|candidate| {
             // If nobody else may be displaced, each of those in the way needs free room.
-            (candidate.in_the_way.len() as u32) < budget || self.all_have_room(candidate)
+            let stays = (candidate.in_the_way.len() as u32) < budget || self.all_have_room(candidate);
+            self.cut |= !(stays || self.plain);
+            stays
         });
         candidates.sort_by_key(|c| {
             let gpu = c.place.devices.first().map_or(0, |chosen| chosen.gpu);
@@ -370,7 +396,7 @@ impl<'r> Search<'_, '_, 'r> {
                     continue;
                 }
                 let likeness = (self.fleet.gpus(node)[gpu], device, self.kinds(&in_the_way));
-                if seen.contains(&likeness) {
+                if seen.contains(&likeness) && self.have_one_device(&in_the_way) {
                     continue;
                 }
                 match self.instead_of(asked, node, gpu, alternative, device, in_the_way) {
@@ -441,7 +467,7 @@ impl<'r> Search<'_, '_, 'r> {
         for &id in &in_the_way {
             let tenant = self.tenants.get(id)?;
             price = price.saturating_add(tenant.price?);
-            slices += self.fleet.least_slices(tenant.asked.shape);
+            slices = self.fleet.least_slices(tenant.asked.shape).saturating_add(slices);
             pods.push(tenant.asked.pod);
             for chosen in tenant.place.devices.iter().filter(|chosen| chosen.gpu == gpu) {
                 state = self.fleet.catalog.returned(state, chosen.offer.device);
@@ -471,7 +497,7 @@ impl<'r> Search<'_, '_, 'r> {
             let tenant = self.tenants.get(id)?;
             let (asked, place) = (tenant.asked, Rc::clone(&tenant.place));
             price = price.saturating_add(tenant.price?);
-            slices += self.fleet.least_slices(asked.shape);
+            slices = self.fleet.least_slices(asked.shape).saturating_add(slices);
             gone.push((asked, place));
         }
         for (asked, place) in &gone {
@@ -485,27 +511,35 @@ impl<'r> Search<'_, '_, 'r> {
         place.map(|place| Candidate { node, place, in_the_way, price, slices })
     }
 
-    /// Whether each of those in the way, by itself, finds free room: anywhere now, or afterwards where it was. One that has
-    /// several devices counts as if it did.
+    fn have_one_device(&self, tenants: &[TenantId]) -> bool {
+        let one = |id: &TenantId| self.tenants.get(*id).is_some_and(|tenant| tenant.place.devices.len() == 1);
+        tenants.iter().all(one)
+    }
+
+    /// Whether each of those in the way, by itself, finds free room: anywhere now, or afterwards where it was. If one has
+    /// several devices, they count as if they did.
     fn all_have_room(&mut self, candidate: &Candidate) -> bool {
-        candidate.in_the_way.iter().all(|id| {
-            let Some(asked) = self.tenants.get(*id).map(|tenant| tenant.asked) else { return false };
-            let afterwards = candidate.place.devices.iter().map(|chosen| chosen.offer.after);
-            !self.fleet.is_single(asked.shape)
-                || candidate.place.devices.len() > 1
-                || afterwards.into_iter().any(|state| self.fleet.offers_any(asked, state))
-                || self.fleet.has_room(asked)
-        })
+        let one_each = self.have_one_device(&candidate.in_the_way);
+        !one_each
+            || candidate.in_the_way.iter().all(|id| {
+                let Some(asked) = self.tenants.get(*id).map(|tenant| tenant.asked) else { return false };
+                let afterwards = candidate.place.devices.iter().map(|chosen| chosen.offer.after);
+                !self.fleet.is_single(asked.shape)
+                    || candidate.place.devices.len() > 1
+                    || afterwards.into_iter().any(|state| self.fleet.offers_any(asked, state))
+                    || self.fleet.has_room(asked)
+            })
     }
 
     fn overlaps(&self, id: TenantId, gpu: GpuIndex, device: Device) -> bool {
         let Some(tenant) = self.tenants.get(id) else { return false };
         let geometry = self.fleet.state(tenant.node, gpu).geometry;
-        let of = |device: Device| match device {
-            Device::Whole => u64::MAX,
-            Device::Instance { profile, start } => geometry.map_or(u64::MAX, |g| {
-                slices(start, self.fleet.catalog.geometries()[g].profiles[profile].size)
-            }),
+        let of = |device: Device| match (device.instance(), geometry) {
+            (Some((profile, start)), Some(geometry)) => self.fleet.catalog.geometries()[geometry]
+                .profiles
+                .get(profile)
+                .map_or(u64::MAX, |shape| slices(start, shape.size)),
+            _ => u64::MAX,
         };
         let here = tenant.place.devices.iter().filter(|chosen| chosen.gpu == gpu);
         here.into_iter().any(|chosen| of(chosen.offer.device) & of(device) != 0)

@@ -1,8 +1,10 @@
 //! What is on one GPU, as far as it decides what else fits: slice masks, engine budgets, and the instances that can be
 //! had. Two GPUs in equal [`GpuState`]s are interchangeable, so everything derived from one is computed once.
 
+use crate::share::{self, Shares};
 use crate::snapshot::{
-    Capability, Engines, Geometry, GeometryIndex, Gpu, InstanceState, Profile, ProfileIndex, Strategy,
+    Capability, Carrier, Engines, Geometry, GeometryIndex, Gpu, Instance, InstanceState, PlacedDevice,
+    Portion, Profile, ProfileIndex, Strategy,
 };
 
 /// A set of memory slices: bit `i` stands for slice `i`.
@@ -154,6 +156,8 @@ pub struct GpuState {
     pub taken: Occupancy,
     /// What nobody has.
     pub free: Vec<FreeInstance>,
+    /// Shares, and room for more.
+    pub shares: Shares,
 }
 
 /// A device that a GPU can give.
@@ -168,9 +172,42 @@ pub enum Device {
         /// First memory slice.
         start: u32,
     },
+    /// A share.
+    Share {
+        /// The instance that carries it, by profile and start; `None`: the GPU itself.
+        carrier: Option<(ProfileIndex, u32)>,
+        /// What it takes.
+        portion: Portion,
+    },
+}
+
+impl Device {
+    /// The device of a plan.
+    pub fn of(placed: &PlacedDevice) -> Self {
+        let instance = placed.instance.map(|instance| (instance.profile, instance.start));
+        match (placed.share, instance) {
+            (Some(portion), carrier) => Self::Share { carrier, portion },
+            (None, Some((profile, start))) => Self::Instance { profile, start },
+            (None, None) => Self::Whole,
+        }
+    }
+
+    /// The instance that it is, or that carries it.
+    pub fn instance(self) -> Option<(ProfileIndex, u32)> {
+        match self {
+            Self::Whole => None,
+            Self::Instance { profile, start } => Some((profile, start)),
+            Self::Share { carrier, .. } => carrier,
+        }
+    }
 }
 
 impl GpuState {
+    /// The state of the GPU if nothing was on it and it was neither closed nor stuck. What a stated layout has is free.
+    pub fn emptied(gpu: &Gpu, geometries: &[Geometry]) -> Self {
+        Self::of(&Gpu { closed: None, stuck: None, ..gpu.emptied() }, geometries)
+    }
+
     /// The state of a GPU of the snapshot. One that is closed, or of which the snapshot says something impossible,
     /// gives nothing.
     pub fn of(gpu: &Gpu, geometries: &[Geometry]) -> Self {
@@ -185,14 +222,27 @@ impl GpuState {
             allowed: Vec::new(),
             taken: Occupancy::default(),
             free: Vec::new(),
+            shares: Shares {
+                itself: gpu.shared,
+                equal: gpu.equal_shares,
+                room: gpu.share_room.iter().map(|(&carrier, &room)| (carrier, room)).collect(),
+                carriers: Vec::new(),
+            },
         };
+        for share in gpu.shares_there() {
+            let it = |one: &&Instance| share.instance == one.profile.map(|profile| (profile, one.start));
+            let exists = gpu.instances.iter().find(it).is_none_or(|instance| instance.exists);
+            state.shares.take(share.instance, &share.portion, exists);
+        }
         let taken = |state| state == InstanceState::Taken;
         if gpu.closed.is_some() {
             state.mig = Capability::No;
             state.whole = Capability::No;
+            state.shares.itself = Capability::No;
+            state.shares.room.clear();
         }
         if gpu.stuck.is_some() {
-            for use_of in [&mut state.mig, &mut state.whole] {
+            for use_of in [&mut state.mig, &mut state.whole, &mut state.shares.itself] {
                 if *use_of == Capability::AfterSwitch {
                     *use_of = Capability::No;
                 }
@@ -241,21 +291,35 @@ impl GpuState {
 
     /// Whether instances can be had, as far as the whole GPU matters.
     pub fn mig_now(&self) -> Capability {
-        if self.taken_whole { Capability::No } else { self.mig }
+        if self.taken_whole || self.shares.on_itself() { Capability::No } else { self.mig }
     }
 
     /// Whether the whole GPU can be had now.
     pub fn whole_now(&self) -> Capability {
-        if self.taken_whole || self.taken.instances > 0 { Capability::No } else { self.whole }
+        if self.is_untouched() { self.whole } else { Capability::No }
+    }
+
+    /// Whether the GPU itself can carry one more share now, if it has the room.
+    pub fn shared_now(&self) -> Capability {
+        if self.taken_whole || self.taken.instances > 0 { Capability::No } else { self.shares.itself }
+    }
+
+    /// Whether nobody has anything of it.
+    pub fn is_untouched(&self) -> bool {
+        !self.taken_whole && self.taken.instances == 0 && self.shares.carriers.is_empty()
     }
 
     /// Whether nobody has any of the device's slices.
     pub fn is_free(&self, geometries: &[Geometry], device: Device) -> bool {
         let size = |profile: ProfileIndex| Some(geometries.get(self.geometry?)?.profiles.get(profile)?.size);
         match device {
-            Device::Whole => !self.taken_whole && self.taken.instances == 0,
-            Device::Instance { profile, start } => size(profile)
-                .is_some_and(|size| !self.taken_whole && self.taken.slices & slices(start, size) == 0),
+            Device::Whole | Device::Share { carrier: None, .. } => self.is_untouched(),
+            Device::Instance { profile, start } | Device::Share { carrier: Some((profile, start)), .. } => {
+                size(profile).is_some_and(|size| {
+                    let others = self.taken_whole || self.shares.on_itself();
+                    !others && self.taken.slices & slices(start, size) == 0
+                })
+            }
         }
     }
 
@@ -272,6 +336,15 @@ impl GpuState {
                     && self.taken.fits(geometry, profile, start)
                     && (!self.fixed || self.free_at(profile, start).is_some())
             }
+            Device::Share { carrier: None, portion } => {
+                self.shared_now() != Capability::No && self.shares.fits(None, &portion)
+            }
+            Device::Share { carrier: Some((profile, start)), portion } => {
+                let there = self.shares.used(Some((profile, start))).is_some();
+                self.mig_now() != Capability::No
+                    && self.shares.fits(Some((profile, start)), &portion)
+                    && (there || self.can_give(geometries, Device::Instance { profile, start }))
+            }
         }
     }
 
@@ -284,7 +357,17 @@ impl GpuState {
             let mut starts = geometry.profiles[profile].starts.iter();
             starts.any(|&start| self.can_give(geometries, Device::Instance { profile, start }))
         };
-        self.can_give(geometries, Device::Whole) || self.allowed.iter().any(any)
+        let one_more = |carrier: Option<(usize, u32)>| {
+            let portion = self.shares.carrier(carrier).and_then(|one| one.each).unwrap_or_default();
+            self.can_give(geometries, Device::Share { carrier, portion })
+        };
+        let more = |&(carrier, _): &(Carrier, Portion)| match carrier {
+            None => one_more(None),
+            Some(_) => self.shares.carriers.iter().any(|one| one_more(one.instance)),
+        };
+        self.can_give(geometries, Device::Whole)
+            || self.allowed.iter().any(any)
+            || self.shares.room.iter().any(more)
     }
 
     /// The state after the device was given away. Free instances that cannot stay beside it are gone.
@@ -292,11 +375,7 @@ impl GpuState {
         let mut after = self.clone();
         match (device, self.geometry.and_then(|index| geometries.get(index))) {
             (Device::Instance { profile, start }, Some(geometry)) => {
-                if after.mig == Capability::AfterSwitch {
-                    after.mig = Capability::Now;
-                    after.whole =
-                        if after.whole == Capability::No { Capability::No } else { Capability::AfterSwitch };
-                }
+                after.in_mig_mode(true);
                 after.taken.take(geometry, profile, start);
                 after.free.clear();
                 // Warm ones stay before idle ones, where the GPU's engines do not allow both.
@@ -309,17 +388,50 @@ impl GpuState {
                 }
                 after.free.sort_unstable();
             }
-            _ => {
-                if after.whole == Capability::AfterSwitch {
-                    after.whole = Capability::Now;
-                    after.mig =
-                        if after.mig == Capability::No { Capability::No } else { Capability::AfterSwitch };
+            (Device::Share { carrier: Some((profile, start)), portion }, Some(_)) => {
+                if self.shares.used(Some((profile, start))).is_none() {
+                    after = self.give(geometries, Device::Instance { profile, start });
                 }
+                let exists = self.free_at(profile, start).is_some_and(|free| free.exists);
+                after.shares.take(Some((profile, start)), &portion, exists);
+            }
+            (Device::Share { portion, .. }, _) => {
+                after.in_mig_mode(false);
+                after.shares.take(None, &portion, true);
+                after.free.clear();
+            }
+            _ => {
+                after.in_mig_mode(false);
                 after.taken_whole = true;
                 after.free.clear();
             }
         }
         after
+    }
+
+    /// MIG mode is switched, if it is the other.
+    fn in_mig_mode(&mut self, on: bool) {
+        let switched = |of_mode: &mut Capability| {
+            if *of_mode == Capability::AfterSwitch {
+                *of_mode = Capability::Now;
+                return true;
+            }
+            false
+        };
+        let elsewhere = |other: &mut Capability| {
+            if *other == Capability::Now {
+                *other = Capability::AfterSwitch;
+            }
+        };
+        let (mig, whole, itself) = (&mut self.mig, &mut self.whole, &mut self.shares.itself);
+        if on {
+            if switched(mig) {
+                elsewhere(whole);
+                elsewhere(itself);
+            }
+        } else if switched(whole) | switched(itself) {
+            elsewhere(mig);
+        }
     }
 
     /// The state after a device that was given has come back. An instance stays, as nobody's.
@@ -331,9 +443,28 @@ impl GpuState {
                 after.free.push(FreeInstance { warm: false, start, profile, exists: true });
                 after.free.sort_unstable();
             }
+            (Device::Share { carrier, portion }, _) => {
+                let empty = after.shares.release(carrier, &portion);
+                if let (Some((profile, start)), true) = (carrier, empty) {
+                    after = after.take_back(geometries, Device::Instance { profile, start });
+                }
+            }
             _ => after.taken_whole = false,
         }
         after
+    }
+
+    /// How much of the GPU a part of it, or of one of its instances, is, in parts of [`share::ALL`].
+    pub fn part_of_gpu(
+        &self,
+        geometries: &[Geometry],
+        instance: Option<(ProfileIndex, u32)>,
+        part: u64,
+    ) -> u64 {
+        match (instance, self.geometry.and_then(|index| geometries.get(index))) {
+            (Some((profile, _)), Some(geometry)) => share::of_gpu(geometry, profile, part),
+            _ => part,
+        }
     }
 
     /// Memory slices that nobody has.

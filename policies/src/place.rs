@@ -9,6 +9,7 @@ use std::rc::Rc;
 use crate::catalog::{Catalog, Offer, StateId};
 use crate::occupancy::Device;
 use crate::shape::Shape;
+use crate::share;
 use crate::snapshot::{
     Capability, Constraint, ConstraintKind, DeviceNeed, GpuIndex, NodeIndex, PlacedDevice, PlannedInstance,
     Want,
@@ -61,11 +62,14 @@ impl Chosen {
             request: need.name.clone(),
             subrequest: need.alternatives[self.alternative].subrequest.clone(),
             gpu: self.gpu,
-            instance: match self.offer.device {
-                Device::Whole => None,
-                Device::Instance { profile, start } => {
-                    Some(PlannedInstance { profile, start, exists: self.offer.exists })
-                }
+            instance: self.offer.device.instance().map(|(profile, start)| PlannedInstance {
+                profile,
+                start,
+                exists: self.offer.exists,
+            }),
+            share: match self.offer.device {
+                Device::Share { portion, .. } => Some(portion),
+                Device::Whole | Device::Instance { .. } => None,
             },
         }
     }
@@ -73,7 +77,7 @@ impl Chosen {
 
 /// Searches a place for the request's devices on the node, in at most so many steps. Also answers how many it took.
 pub fn on_node(
-    catalog: &mut Catalog<'_>,
+    catalog: &mut Catalog,
     shape: &Shape,
     node: NodeIndex,
     gpus: &[StateId],
@@ -113,7 +117,7 @@ pub fn on_node(
 }
 
 /// Whether the node's GPUs, were they for this want alone, might do; never wrongly false.
-fn reachable(catalog: &Catalog<'_>, node: NodeIndex, gpus: &[StateId], want: &Want) -> bool {
+fn reachable(catalog: &Catalog, node: NodeIndex, gpus: &[StateId], want: &Want) -> bool {
     let geometries = catalog.geometries();
     let room = |(gpu, &id): (usize, &StateId)| {
         if want.gpus.as_ref().is_some_and(|set| !set.contains(&(node, gpu))) {
@@ -130,7 +134,13 @@ fn reachable(catalog: &Catalog<'_>, node: NodeIndex, gpus: &[StateId], want: &Wa
             }
             _ => 0,
         };
-        whole.max(instances)
+        let of_shares = share::on(&want.shares, state.geometry).map(|(carrier, portion)| {
+            let Some(room) = state.shares.room(carrier) else { return 0 };
+            // As if all slices were free for carriers.
+            let carriers = if carrier.is_some() { 64 } else { 1 };
+            u32::try_from(portion.times(room)).unwrap_or(u32::MAX).saturating_mul(carriers)
+        });
+        whole.max(instances).max(of_shares.max().unwrap_or(0))
     };
     let total = gpus.iter().enumerate().map(room).fold(0, u32::saturating_add);
     total >= want.count
@@ -140,8 +150,8 @@ fn reachable(catalog: &Catalog<'_>, node: NodeIndex, gpus: &[StateId], want: &Wa
 /// and for each constraint the values so far.
 type DeadEnd<'a> = (usize, Vec<StateId>, Vec<Vec<&'a str>>);
 
-struct Search<'s, 'a, 'r> {
-    catalog: &'s mut Catalog<'a>,
+struct Search<'s, 'r> {
+    catalog: &'s mut Catalog,
     shape: &'r Shape,
     node: NodeIndex,
     gpus: Vec<StateId>,
@@ -151,7 +161,7 @@ struct Search<'s, 'a, 'r> {
     steps: u32,
 }
 
-impl<'r> Search<'_, '_, 'r> {
+impl<'r> Search<'_, 'r> {
     /// Places the needs with these alternatives; on success `chosen` has the devices.
     fn solve(&mut self, choice: &[usize]) -> bool {
         let mut slots: Vec<(usize, usize)> = Vec::new();
@@ -175,10 +185,13 @@ impl<'r> Search<'_, '_, 'r> {
             let geometry = geometries.get(geometry);
             profiles.iter().filter_map(move |&p| {
                 let geometry = geometry?;
-                (1000 * geometry.profiles.get(p)?.size).checked_div(geometry.memory_slices)
+                geometry.profiles.get(p)?.size.saturating_mul(1000).checked_div(geometry.memory_slices)
             })
         });
-        shares.min().unwrap_or(1001)
+        let parts = want.shares.values();
+        // A share can go anywhere that has room left, so it comes last, the larger first.
+        let parts = parts.map(|portion| (portion.memory_bytes >> 30).min(500) as u32);
+        shares.chain(parts).min().unwrap_or(1001)
     }
 
     fn descend(&mut self, slots: &[(usize, usize)]) -> bool {

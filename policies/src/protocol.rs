@@ -87,6 +87,8 @@ pub struct Observed {
     pub pod_read_live: bool,
     /// The pod has several entries, and another one counts, see [`counts`].
     pub superseded: bool,
+    /// It is of a gang of which too few are ready to start. Without its gate it may start at any moment.
+    pub held_back: bool,
     /// Without an entry: some device of the allocation is another's by now.
     pub place_taken: bool,
 }
@@ -116,6 +118,8 @@ pub enum Step {
     ReleaseHold,
     /// Clear allocation and reservation in one write. On the claim's version.
     ClearAllocation,
+    /// Delete the claim, which is not allocated. On the claim's version.
+    DeleteClaim,
     /// Read the pod from the API server, then ask again.
     ReadPod,
     /// Take the entry out of `GpuNode.spec`: the place is free. On the node object's version.
@@ -133,6 +137,8 @@ pub enum Waiting {
     Plan,
     /// The daemon to make the instances.
     Instances,
+    /// The others of its gang.
+    Others,
     /// kube-scheduler to bind.
     Bind,
     /// The pod runs; nothing to do until it ends.
@@ -195,12 +201,20 @@ fn advance(seen: &Observed) -> Step {
         // Cleared, but the pod may have been bound just before: only a later look at it tells.
         _ if seen.withdraw && !seen.pod_read_live => Step::ReadPod,
         _ if seen.withdraw && entry.in_use => Step::Wait(Waiting::Release),
+        // Who starts only together with others counts for no quota while they cannot. It has its gate, so nobody binds it.
+        Claim::Unallocated
+            if seen.withdraw && seen.held_back && seen.claim_is_ours && seen.pod == Pod::Gated =>
+        {
+            Step::DeleteClaim
+        }
         _ if seen.withdraw => Step::RemoveEntry,
         Claim::Stolen | Claim::Deleting => Step::Wait(Waiting::ClaimConflict),
         Claim::Absent if seen.claim_is_ours => Step::CreateClaim,
         Claim::Absent => Step::Wait(Waiting::ClaimConflict),
         Claim::Unallocated if !entry.ready => Step::Wait(Waiting::Instances),
+        Claim::Unallocated if seen.held_back => Step::Wait(Waiting::Others),
         Claim::Unallocated => Step::Allocate { hold: seen.hold },
+        Claim::Allocated { .. } if seen.pod == Pod::Gated && seen.held_back => Step::Wait(Waiting::Others),
         Claim::Allocated { .. } if seen.pod == Pod::Gated => Step::Ungate,
         Claim::Allocated { .. } => Step::Wait(Waiting::Bind),
     }

@@ -6,7 +6,7 @@ use std::collections::{BTreeSet, HashMap};
 use crate::fleet::Fleet;
 use crate::moves::{self, Limits, Outcome, Tenant, Tenants};
 use crate::place::Solution;
-use crate::plan::{Move, NoMoves, PlacedDevice, Placement, Plan, RefusalKind, Room};
+use crate::plan::{Move, NoMoves, PlacedDevice, Placement, Plan, RefusalKind, Room, Scope, Verdict};
 use crate::snapshot::{Movable, NodeIndex, Request};
 
 /// For so many kinds of requests room is looked for in one cycle; the others' turn comes in later ones.
@@ -20,8 +20,10 @@ pub fn make(fleet: &mut Fleet<'_>, plan: &mut Plan) {
     for index in 0..plan.refusals.len() {
         let refusal = &plan.refusals[index];
         let request = &snapshot.requests[refusal.request];
+        let never =
+            matches!(&refusal.verdict, Verdict::Impossible(proof) if proof.scope == Scope::WhateverEnds);
         // Room for one of a gang is none for all.
-        let may = refusal.kind == RefusalKind::NoRoom && request.gang.is_none();
+        let may = refusal.kind == RefusalKind::NoRoom && !never && request.gang.is_none();
         let Some(waited) = request.waited_seconds.filter(|_| may) else { continue };
         let asked = fleet.numbered(request);
         let kind = (asked.shape, asked.pod, &request.avoid, request.priority);
@@ -59,12 +61,18 @@ fn search(fleet: &mut Fleet<'_>, index: usize, request: &Request, waited: u64) -
         let mut pods = Vec::new();
         for (pod, movable) in movable().filter(|(_, pod)| pod.most_moves >= most) {
             let asked = fleet.numbered(&movable.request);
-            let Some(place) = fleet.held(asked, movable.node, &movable.devices) else { continue };
+            let Some(place) = fleet.held(asked, movable.node, &movable.devices) else {
+                // It could be moved, but it is not known from where.
+                outcome = NoMoves::NotFound;
+                continue;
+            };
             let (node, price, budgets) = (movable.node, Some(movable.price), movable.budgets.as_slice());
             tenants.enter(Tenant { asked, node, place: place.into(), price, budgets });
             pods.push(pod);
         }
         let asked = fleet.numbered(request);
+        // More than all there are cannot move.
+        let most = most.min(pods.len() as u32);
         match moves::make_room(fleet, &mut tenants, asked, Limits { moves: most, ..Limits::USUAL }) {
             Outcome::Found(room) => {
                 let moved = |step: &moves::Move| {

@@ -22,7 +22,7 @@ pub struct Shape {
 
 impl Shape {
     /// The shape of these needs and constraints.
-    pub fn of(devices: &[DeviceNeed], constraints: &[Constraint], catalog: &mut Catalog<'_>) -> Self {
+    pub fn of(devices: &[DeviceNeed], constraints: &[Constraint], catalog: &mut Catalog) -> Self {
         let mut wants = Vec::with_capacity(devices.len());
         for need in devices {
             wants.push(need.alternatives.iter().map(|want| catalog.want(want)).collect());

@@ -1,7 +1,14 @@
 //! What the planner is told: GPUs and what is on them, nodes and what they have left, requests in the order in which
 //! they are to be served.
+//!
+//! Written down, a field that is left out has its default, so that an old record can still be read; a field that is not
+//! known is an error, as what it says would be left out of account.
 
 use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use crate::shared::Shared;
 
 /// Index into [`Snapshot::geometries`].
 pub type GeometryIndex = usize;
@@ -15,22 +22,36 @@ pub type GpuIndex = usize;
 pub type BudgetIndex = usize;
 
 /// The cluster at one moment.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Snapshot {
     /// What GPUs can be cut into; GPUs refer to these by index. At most 64 memory slices each.
     pub geometries: Vec<Geometry>,
     /// Nodes with GPUs that Kerf manages or could manage.
-    pub nodes: Vec<Node>,
+    pub nodes: Shared<Node>,
     /// Unplaced requests, first to be served first.
     pub requests: Vec<Request>,
     /// Running pods that may be moved for a request that has no room otherwise.
     pub movable: Vec<Movable>,
     /// How many more pods each disruption budget lets go now.
     pub budgets: Vec<u32>,
+    /// What is asked for these days, to judge what room is worth. Empty: nothing is known, all sizes count alike.
+    pub demand: Vec<Demand>,
+}
+
+/// Requests of one kind that come again and again.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Demand {
+    /// One of them.
+    pub request: Request,
+    /// How many of them there are, beside the other kinds.
+    pub weight: u32,
 }
 
 /// What a kind of GPU can be cut into.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Geometry {
     /// Name, for messages.
     pub name: String,
@@ -43,7 +64,8 @@ pub struct Geometry {
 }
 
 /// One profile of a geometry.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Profile {
     /// NVML's name.
     pub name: String,
@@ -63,8 +85,34 @@ pub struct Profile {
     pub engines: Engines,
 }
 
+/// Part of a GPU: what a share takes, or what there is for shares.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Portion {
+    /// Memory in bytes.
+    pub memory_bytes: u64,
+    /// Compute, in any unit that is one for all of a geometry, such as thousandths of a percent of the whole GPU's.
+    pub compute_milli: u64,
+    /// MPS clients. A share has at least one.
+    pub clients: u32,
+}
+
+/// What shares are cut from: an instance of the profile, or, without one, a GPU that is not cut into instances.
+pub type Carrier = Option<ProfileIndex>;
+
+/// A share that is somebody's, reserved, or still in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TakenShare {
+    /// The instance that carries it, by profile and start; `None`: the GPU itself.
+    pub instance: Option<(ProfileIndex, u32)>,
+    /// What it takes.
+    pub portion: Portion,
+}
+
 /// Counts of engines that are shared out between instances.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Engines {
     pub decoder: u32,
     pub encoder: u32,
@@ -73,7 +121,8 @@ pub struct Engines {
 }
 
 /// A node.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Node {
     /// Name.
     pub name: String,
@@ -93,7 +142,8 @@ pub struct Node {
 }
 
 /// A node's taint.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Taint {
     pub key: String,
     pub value: String,
@@ -102,7 +152,8 @@ pub struct Taint {
 }
 
 /// A GPU.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Gpu {
     /// UUID.
     pub uuid: String,
@@ -127,10 +178,38 @@ pub struct Gpu {
     pub instances: Vec<Instance>,
     /// The whole GPU is somebody's, or still in use by somebody.
     pub taken_whole: bool,
+    /// Whether it can carry shares itself: MIG mode is off, or may be switched off while the GPU is empty.
+    pub shared: Capability,
+    /// What all shares of a carrier together may take. What is missing carries none.
+    #[serde(with = "pairs")]
+    pub share_room: BTreeMap<Carrier, Portion>,
+    /// All shares of one carrier must be of one size: MPS before protocol 3 has one limit for all clients of a server.
+    pub equal_shares: bool,
+    /// Shares on it. The instances that carry some are among `instances`, taken; one whose instance is not does not count.
+    pub shares: Vec<TakenShare>,
+}
+
+impl Gpu {
+    /// The GPU if nobody had anything of it. What a stated layout has stays, as nobody's.
+    #[must_use]
+    pub fn emptied(&self) -> Self {
+        let free = |instance: &Instance| Instance { state: InstanceState::Idle, ..instance.clone() };
+        let instances = if self.fixed { self.instances.iter().map(free).collect() } else { Vec::new() };
+        Self { instances, shares: Vec::new(), taken_whole: false, ..self.clone() }
+    }
+
+    /// The shares that count.
+    pub fn shares_there(&self) -> impl Iterator<Item = &TakenShare> {
+        let taken = |(profile, start): (ProfileIndex, u32)| {
+            let it = |one: &Instance| one.profile == Some(profile) && one.start == start;
+            self.instances.iter().any(|one| one.state == InstanceState::Taken && it(one))
+        };
+        self.shares.iter().filter(move |share| share.instance.is_none_or(taken))
+    }
 }
 
 /// Whether a use of the GPU is possible.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Capability {
     /// Not, in its mode.
     #[default]
@@ -142,7 +221,7 @@ pub enum Capability {
 }
 
 /// See [`Gpu::strategy`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Strategy {
     #[default]
     Pack,
@@ -150,7 +229,8 @@ pub enum Strategy {
 }
 
 /// A MIG instance that exists or is planned.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Instance {
     /// Profile, by index into the GPU's geometry; `None` for one whose profile the geometry does not have.
     pub profile: Option<ProfileIndex>,
@@ -165,7 +245,7 @@ pub struct Instance {
 }
 
 /// Whether an instance can be had.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum InstanceState {
     /// Nobody's: to be reused, or destroyed where it is in the way.
     Idle,
@@ -176,7 +256,8 @@ pub enum InstanceState {
 }
 
 /// One pod's need for devices, all of them on one node and all or nothing.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Request {
     /// `namespace/pod`, unique in the snapshot.
     pub id: String,
@@ -197,7 +278,8 @@ pub struct Request {
 }
 
 /// One request of a claim.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct DeviceNeed {
     /// Name of the request in the claim.
     pub name: String,
@@ -206,7 +288,8 @@ pub struct DeviceNeed {
 }
 
 /// One way to satisfy a [`DeviceNeed`].
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Want {
     /// Name of the subrequest, where the claim lists alternatives.
     pub subrequest: Option<String>,
@@ -218,24 +301,29 @@ pub struct Want {
     pub profiles: BTreeMap<GeometryIndex, BTreeSet<ProfileIndex>>,
     /// Whether a whole GPU will do.
     pub whole: bool,
+    /// Shares that will do, by geometry and by what carries them.
+    #[serde(with = "pairs")]
+    pub shares: BTreeMap<(GeometryIndex, Carrier), Portion>,
     /// The GPUs that will do (or whose instances will), where the claim's selectors tell GPUs of one kind apart;
     /// `None`: any.
     pub gpus: Option<BTreeSet<(NodeIndex, GpuIndex)>>,
 }
 
 /// A condition over several devices of a request.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Constraint {
     /// Names of the device needs that it is about; empty: all.
     pub requests: BTreeSet<String>,
     /// The devices' GPUs must have the same value, or all different ones.
     pub kind: ConstraintKind,
     /// The value of each GPU; one without a value satisfies nothing.
+    #[serde(with = "pairs")]
     pub values: BTreeMap<(NodeIndex, GpuIndex), String>,
 }
 
 /// See [`Constraint::kind`].
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ConstraintKind {
     #[default]
     Same,
@@ -243,7 +331,8 @@ pub enum ConstraintKind {
 }
 
 /// One device of a placement.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct PlacedDevice {
     /// Name of the claim's request.
     pub request: String,
@@ -251,12 +340,15 @@ pub struct PlacedDevice {
     pub subrequest: Option<String>,
     /// GPU on the placement's node.
     pub gpu: GpuIndex,
-    /// The instance; `None`: the whole GPU.
+    /// The instance; `None`: the GPU itself.
     pub instance: Option<PlannedInstance>,
+    /// A share of it; `None`: all of it.
+    pub share: Option<Portion>,
 }
 
 /// A MIG instance at an exact place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct PlannedInstance {
     /// Profile, by index into the GPU's geometry.
     pub profile: ProfileIndex,
@@ -267,7 +359,8 @@ pub struct PlannedInstance {
 }
 
 /// A running pod that may be moved: another comes in its place and asks for the same again.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Movable {
     /// What it asked for.
     pub request: Request,
@@ -286,7 +379,8 @@ pub struct Movable {
 }
 
 /// What a pod needs of its node, besides GPUs.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct PodNeeds {
     /// Requests in thousandths of the unit, `pods: 1000` included.
     pub milli: BTreeMap<String, i128>,
@@ -299,7 +393,8 @@ pub struct PodNeeds {
 }
 
 /// A requirement on a node's label, or on its name where `key` is [`NodeRequirement::NAME`].
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct NodeRequirement {
     pub key: String,
     pub operator: Operator,
@@ -312,7 +407,7 @@ impl NodeRequirement {
 }
 
 /// Operators of node selectors.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Operator {
     #[default]
     In,
@@ -324,7 +419,8 @@ pub enum Operator {
 }
 
 /// A pod's toleration.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
 pub struct Toleration {
     /// Empty with `exists`: every key.
     pub key: String,
@@ -333,4 +429,27 @@ pub struct Toleration {
     pub value: String,
     /// Empty: every effect.
     pub effect: String,
+}
+
+/// A map whose keys JSON cannot have, as a list of pairs.
+mod pairs {
+    use std::collections::BTreeMap;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub fn serialize<K: Serialize, V: Serialize, S: Serializer>(
+        map: &BTreeMap<K, V>,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        to.collect_seq(map)
+    }
+
+    pub fn deserialize<'de, K, V, D>(from: D) -> Result<BTreeMap<K, V>, D::Error>
+    where
+        K: Deserialize<'de> + Ord,
+        V: Deserialize<'de>,
+        D: Deserializer<'de>,
+    {
+        Ok(Vec::<(K, V)>::deserialize(from)?.into_iter().collect())
+    }
 }

@@ -7,10 +7,11 @@
 //! start that spoils fewer and smaller placements costs less, an empty GPU costs more than a started one (it still
 //! serves its largest profile), and a scarce model costs more than a common one.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::occupancy::{Device, GpuState};
-use crate::snapshot::{Capability, Geometry, GeometryIndex, Profile, Snapshot, Want};
+use crate::share;
+use crate::snapshot::{Capability, Geometry, GeometryIndex, Gpu, Profile, ProfileIndex, Snapshot, Want};
 
 /// Worth of all places together of a kind that takes the whole GPU.
 const WHOLE: u64 = 1 << 40;
@@ -21,8 +22,37 @@ const WHOLE: u64 = 1 << 40;
 /// is there.
 const RESHAPE: u64 = 4;
 
+/// Sizes of shares that are assumed to be asked for, as parts of what carries them.
+const SIZES: [u64; 4] = [share::ALL / 8, share::ALL / 4, share::ALL / 2, share::ALL];
+
+/// Where the demand is known, what is assumed counts so many times less.
+const ASSUMED: u64 = 16;
+
+/// What is left of a carrier costs a tenth of what as much of a GPU is worth: of several carriers on which as little is
+/// spoilt the fullest is taken.
+const LEFT: u64 = 10;
+
+/// What decides about the weights of a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Likeness {
+    /// See [`Gpu::geometry`].
+    pub geometry: Option<GeometryIndex>,
+    /// Whether it can be handed out whole, now or after a switch.
+    pub whole: bool,
+    /// See [`Gpu::allowed`].
+    pub allowed: BTreeSet<ProfileIndex>,
+}
+
+impl Likeness {
+    /// Of an open GPU.
+    pub fn of(gpu: &Gpu) -> Option<Self> {
+        let whole = gpu.whole != Capability::No;
+        gpu.closed.is_none().then(|| Self { geometry: gpu.geometry, whole, allowed: gpu.allowed.clone() })
+    }
+}
+
 /// Weight of each place, by kind.
-#[derive(Debug, Default)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct Weights {
     /// By geometry and profile.
     place: Vec<Vec<u64>>,
@@ -30,49 +60,92 @@ pub struct Weights {
     whole: u64,
     /// Price of an instance that does not exist yet.
     pub reshape: u64,
+    /// A whole GPU, or all of an instance as a part of one, to those who ask for shares.
+    pub shares: u64,
+    /// What is assumed to be asked for counts so many times less.
+    assumed: u64,
 }
 
 impl Weights {
-    /// Weights by what the open GPUs of the snapshot could serve if they were empty.
-    pub fn of(snapshot: &Snapshot) -> Self {
+    /// Weights by what these open GPUs could serve if they were empty: so many of each likeness.
+    pub fn of<'l>(snapshot: &Snapshot, open: impl Iterator<Item = (u64, &'l Likeness)>) -> Self {
         let mut places: BTreeMap<&str, u64> = BTreeMap::new();
         let mut gpus = vec![0u64; snapshot.geometries.len()];
         let mut whole = 0u64;
-        for gpu in snapshot.nodes.iter().flat_map(|node| &node.gpus).filter(|gpu| gpu.closed.is_none()) {
-            whole += u64::from(gpu.whole != Capability::No);
+        for (number, gpu) in open {
+            whole += u64::from(gpu.whole) * number;
             let Some((index, geometry)) = gpu.geometry.and_then(|i| Some((i, snapshot.geometries.get(i)?)))
             else {
                 continue;
             };
-            gpus[index] += 1;
+            gpus[index] += number;
             for profile in gpu.allowed.iter().filter_map(|&index| geometry.profiles.get(index)) {
-                *places.entry(&profile.name).or_default() += profile.starts.len() as u64;
+                *places.entry(&profile.name).or_default() += number * profile.starts.len() as u64;
             }
         }
         let of_geometry = |(geometry, gpus): (&Geometry, &u64)| {
             let weight = |profile: &Profile| {
-                let demand = WHOLE / u64::from(geometry.memory_slices.max(1)) * u64::from(profile.size);
+                let slice = WHOLE / u64::from(geometry.memory_slices.max(1));
+                let demand = slice.saturating_mul(profile.size.into());
                 let of_any_model = places.get(profile.name.as_str()).copied().unwrap_or(0);
-                demand / of_any_model.max(1) + demand / (gpus * profile.starts.len() as u64).max(1)
+                (demand / of_any_model.max(1))
+                    .saturating_add(demand / (gpus * profile.starts.len() as u64).max(1))
             };
             geometry.profiles.iter().map(weight).collect()
         };
         let place = snapshot.geometries.iter().zip(&gpus).map(of_geometry).collect();
         let all = gpus.iter().sum::<u64>().max(1);
-        Self { place, whole: WHOLE / whole.max(1), reshape: WHOLE / all / RESHAPE }
+        let assumed = if snapshot.demand.is_empty() { 1 } else { ASSUMED };
+        let (whole, reshape) = (WHOLE / whole.max(1), WHOLE / all / RESHAPE);
+        Self { place, whole, reshape, shares: WHOLE / all, assumed }
     }
 
     /// Worth of a GPU in this state.
     pub fn worth(&self, geometries: &[Geometry], state: &GpuState) -> u64 {
         let mut worth = if state.whole_now() == Capability::No { 0 } else { self.whole };
+        worth += self.worth_to_shares(geometries, state);
         let (Some(index), true) = (state.geometry, state.mig_now() != Capability::No) else { return worth };
         let Some(geometry) = geometries.get(index) else { return worth };
         for &profile in &state.allowed {
             let fitting = |&&start: &&u32| state.can_give(geometries, Device::Instance { profile, start });
             let places = geometry.profiles[profile].starts.iter().filter(fitting).count() as u64;
-            worth += places * self.place[index][profile];
+            worth = worth.saturating_add(places.saturating_mul(self.place[index][profile]));
         }
         worth
+    }
+}
+
+impl Weights {
+    /// What the room on carriers that are there is worth to those who ask for shares: for each size as much as there is
+    /// room for, if one fits.
+    fn worth_to_shares(&self, geometries: &[Geometry], state: &GpuState) -> u64 {
+        let itself = (state.shared_now() != Capability::No).then_some(None);
+        let instances = state.shares.carriers.iter().filter_map(|one| one.instance).map(Some);
+        let of = |carrier: Option<(ProfileIndex, u32)>| {
+            let free = state.shares.free_part(carrier);
+            let fitting = SIZES.iter().filter(|&&size| size <= free).count() as u64;
+            let part = free * fitting / SIZES.len() as u64 / self.assumed;
+            self.shares_of(geometries, state, carrier, part)
+        };
+        itself.into_iter().chain(instances).map(of).sum()
+    }
+
+    /// Price of what is left of a carrier after a share of it was given.
+    pub fn left(&self, geometries: &[Geometry], after: &GpuState, device: Device) -> u64 {
+        let Device::Share { carrier, .. } = device else { return 0 };
+        self.shares_of(geometries, after, carrier, after.shares.free_part(carrier)) / LEFT
+    }
+
+    /// Worth of a part of a carrier, an instance being worth as much as its part of the GPU's memory slices.
+    fn shares_of(
+        &self,
+        geometries: &[Geometry],
+        state: &GpuState,
+        carrier: Option<(ProfileIndex, u32)>,
+        part: u64,
+    ) -> u64 {
+        let part = state.part_of_gpu(geometries, carrier, part);
+        (u128::from(self.shares) * u128::from(part) / u128::from(share::ALL)) as u64
     }
 }
 
@@ -127,6 +200,8 @@ impl Least {
     pub fn waste(&self, geometries: &[Geometry], geometry: Option<GeometryIndex>, device: Device) -> u32 {
         let profiles = geometry.and_then(|index| geometries.get(index)).map_or(&[][..], |g| &g.profiles);
         let memory = match device {
+            // A share is as large as what was asked for.
+            Device::Share { .. } => return 0,
             Device::Instance { profile, .. } => profiles.get(profile).map_or(0, |p| p.memory_bytes),
             Device::Whole => {
                 profiles.iter().map(|p| p.memory_bytes).max().unwrap_or(self.0.saturating_mul(1 << 16))

@@ -41,6 +41,8 @@ fn all_or_none() {
         "{message}"
     );
     assert_eq!(plan.refusals[0].kind, RefusalKind::NoRoom);
+    let message = &legal(&gang(0, &["7g.80gb"])).refusals[0].message;
+    assert!(message.starts_with("the one pod that gang ns/g lacks needs 7g.80gb: "), "{message}");
 }
 
 #[test]
@@ -83,6 +85,9 @@ fn random_gangs_are_legal_and_some_are_placed() {
             requests.push(Request { gang, ..random_request(&mut dice, i, needs, &snapshot) });
         }
         snapshot.requests = requests;
+        if seed % 2 == 1 {
+            add_shares(&mut dice, &mut snapshot);
+        }
         let plan = legal(&snapshot);
         let in_gang = |request: usize| snapshot.requests[request].gang.is_some();
         placed += plan.placements.iter().filter(|placement| in_gang(placement.request)).count();

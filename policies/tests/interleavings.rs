@@ -89,6 +89,7 @@ fn live<const O: usize>(seed: u64) {
         hold_at_once: dice.percent(30),
         lag: dice.percent(70),
         old_reports: dice.percent(50),
+        together: false,
         missing: Missing::Nothing,
     };
     let mut some = |most: usize| dice.below(most + 1) as u8;

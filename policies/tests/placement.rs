@@ -17,6 +17,9 @@ fn world(seed: u64, nodes: usize, gpus: usize, requests: usize) -> Snapshot {
         let request = random_request(&mut dice, id, needs, &snapshot);
         snapshot.requests.push(request);
     }
+    if dice.percent(60) {
+        add_shares(&mut dice, &mut snapshot);
+    }
     snapshot
 }
 
@@ -24,7 +27,8 @@ fn world(seed: u64, nodes: usize, gpus: usize, requests: usize) -> Snapshot {
 fn by_uuid(snapshot: &Snapshot) -> Vec<String> {
     let plan = plan(snapshot);
     let place = |p: &kerf_planner::plan::Placement| {
-        let devices = p.devices.iter().map(|d| (&snapshot.nodes[p.node].gpus[d.gpu].uuid, d.instance));
+        let devices =
+            p.devices.iter().map(|d| (&snapshot.nodes[p.node].gpus[d.gpu].uuid, d.instance, d.share));
         format!("{} {:?}", snapshot.requests[p.request].id, devices.collect::<Vec<_>>())
     };
     plan.placements.iter().map(place).collect()
@@ -59,7 +63,8 @@ proptest! {
             node.name = format!("other{n}");
         }
         let moved = |node: usize| nodes - 1 - node;
-        for request in &mut after.requests {
+        let demand = after.demand.iter_mut().map(|demand| &mut demand.request);
+        for request in after.requests.iter_mut().chain(demand) {
             request.avoid = request.avoid.iter().map(|&node| moved(node)).collect();
             for constraint in &mut request.constraints {
                 let values = std::mem::take(&mut constraint.values).into_iter();
@@ -113,8 +118,45 @@ proptest! {
     }
 
     #[test]
+    fn what_is_kept_of_nodes_answers_as_a_look_at_all_of_them(seed: u64, nodes in 1usize..6, requests in 1usize..12) {
+        let snapshot = world(seed, nodes, 3, requests);
+        let mut dice = Dice(seed);
+        let mut fleet = Fleet::of(&snapshot);
+        // Each step is a request by its index, and whether its place is given back.
+        let mut steps: Vec<(usize, usize, std::rc::Rc<kerf_planner::place::Solution>, bool)> = Vec::new();
+        let mut there = Vec::new();
+        for (index, request) in snapshot.requests.iter().chain(&snapshot.requests).enumerate() {
+            let asked = fleet.numbered(request);
+            let best = fleet.best(asked);
+            let mut fresh = Fleet::of(&snapshot);
+            for (which, node, place, back) in &steps {
+                let asked = fresh.numbered(&snapshot.requests[*which]);
+                if *back { fresh.put_back(asked, *node, place) } else { fresh.take(asked, *node, place) }
+            }
+            let asked_anew = fresh.numbered(request);
+            let anew = fresh.best(asked_anew);
+            let told = |best: &Option<(usize, std::rc::Rc<kerf_planner::place::Solution>)>| {
+                best.as_ref().map(|(node, place)| (*node, place.choice.clone(), place.cost))
+            };
+            prop_assert_eq!(told(&best), told(&anew));
+            let which = index % snapshot.requests.len();
+            if let Some((node, place)) = best {
+                fleet.take(asked, node, &place);
+                steps.push((which, node, place.clone(), false));
+                there.push((which, node, place));
+            }
+            if dice.percent(40) && !there.is_empty() {
+                let (which, node, place) = there.swap_remove(dice.below(there.len()));
+                let asked = fleet.numbered(&snapshot.requests[which]);
+                fleet.put_back(asked, node, &place);
+                steps.push((which, node, place, true));
+            }
+        }
+    }
+
+    #[test]
     fn the_index_finds_the_price_that_a_look_at_every_node_finds(seed: u64, nodes in 1usize..6, gpus in 1usize..5, requests in 1usize..25) {
-        let snapshot = world(seed, nodes, gpus, requests);
+        let snapshot = Snapshot { demand: Vec::new(), ..world(seed, nodes, gpus, requests) };
         let mut fleet = Fleet::of(&snapshot);
         let mut dice = Dice(seed);
         let mut placed = Vec::new();
@@ -127,7 +169,15 @@ proptest! {
                 }
             }
             let plain = by_node.iter().map(|place| (place.choice.clone(), place.cost)).min();
+            // Asked again and again, the answer stays, however it is found.
             let best = fleet.best(asked);
+            for _ in 0..6 {
+                let again = fleet.best(asked);
+                let place = |best: &Option<(usize, std::rc::Rc<kerf_planner::place::Solution>)>| {
+                    best.as_ref().map(|(node, place)| format!("{node} {place:?}"))
+                };
+                prop_assert_eq!(place(&again), place(&best));
+            }
             prop_assert_eq!(best.as_ref().map(|(_, place)| (place.choice.clone(), place.cost)), plain);
             if let Some((node, place)) = best {
                 fleet.take(asked, node, &place);

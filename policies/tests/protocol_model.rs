@@ -49,6 +49,11 @@ impl<const P: usize, const S: usize, const O: usize> Model for Cluster<P, S, O> 
                 !state.is_quiet(&model.rules) || state.complaint(&model.rules).is_none()
             }),
         ];
+        // Who has started stays, whoever else is deleted or loses its node afterwards.
+        if self.rules.together && self.left == (Budget { fails: self.left.fails, ..CALM }) {
+            let together = |_: &Self, state: &World<P, S, O>| state.is_all_or_none();
+            properties.push(Property::always("together", together));
+        }
         if self.strict {
             properties
                 .push(Property::always("on record", |_: &Self, state: &World<P, S, O>| state.is_on_record()));
@@ -62,8 +67,10 @@ const GOOD: Rules = Rules {
     hold_at_once: false,
     lag: false,
     old_reports: false,
+    together: false,
     missing: Missing::Nothing,
 };
+const TOGETHER: Rules = Rules { together: true, ..GOOD };
 const LAG: Rules = Rules { lag: true, ..GOOD };
 const OLD_REPORTS: Rules = Rules { old_reports: true, ..GOOD };
 const CALM: Budget = Budget { fails: 0, cordons: 0, deletes: 0, forces: 0, claims: 0 };
@@ -136,6 +143,17 @@ fn places_that_are_ready_by_an_old_report() {
     holds::<1, 2, 1>(Rules { lag: true, ..OLD_REPORTS }, Budget { fails: 1, cordons: 1, forces: 1, ..CALM });
     holds::<2, 1, 2>(OLD_REPORTS, Budget { fails: 1, forces: 1, ..CALM });
     assert_eq!(circle::<2, 1, 1>(&OLD_REPORTS, Budget { claims: 0, ..left }), None);
+}
+
+#[test]
+fn pods_that_start_together() {
+    holds::<2, 2, 1>(TOGETHER, Budget { fails: 1, ..CALM });
+    // One place for both: none has it, and none has a claim.
+    holds::<2, 1, 1>(TOGETHER, CALM);
+    holds::<2, 2, 1>(TOGETHER, Budget { cordons: 1, deletes: 1, ..CALM });
+    holds::<2, 2, 1>(TOGETHER, Budget { cordons: 2, ..CALM });
+    assert_eq!(circle::<2, 1, 1>(&TOGETHER, Budget { cordons: 1, ..CALM }), None);
+    assert_eq!(circle::<2, 2, 1>(&TOGETHER, Budget { cordons: 1, ..CALM }), None);
 }
 
 /// A run of certain steps that comes back to where it began, if there is one. Where an operator's cache is behind, only
@@ -237,6 +255,9 @@ fn every_safeguard_is_needed() {
     // Two leaders make two entries for one pod: each undoes the other's allocation, or evicts the pod where it runs.
     assert!(circle::<1, 2, 2>(&GOOD, CALM).is_none());
     assert!(circle::<1, 2, 2>(&Rules { missing: Missing::Counting, ..GOOD }, CALM).is_some());
+    // One of a gang starts before the other has its place; or keeps its place while the other has none.
+    assert_eq!(without::<2, 2, 1>(Missing::HoldingBack, TOGETHER, CALM), ["rest", "together"]);
+    assert_eq!(without::<2, 2, 1>(Missing::GivingBack, TOGETHER, Budget { cordons: 1, ..CALM }), ["rest"]);
     // A pod waits for ever on a node where its place is not.
     assert_eq!(without::<1, 2, 1>(Missing::Eviction, GOOD, Budget { cordons: 1, ..CALM }), ["rest"]);
 }

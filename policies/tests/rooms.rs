@@ -21,6 +21,7 @@ fn running(snapshot: &mut Snapshot, id: &str, gpu: GpuIndex, name: &str, start: 
             subrequest: None,
             gpu,
             instance: Some(PlannedInstance { profile, start, exists: true }),
+            share: None,
         }],
         price: 1,
         most_moves: 4,
@@ -33,7 +34,7 @@ fn two_halves() -> Snapshot {
     let geometry = geometry_named("a100-80");
     let gpus = (0..2).map(|i| gpu(&format!("GPU-{i}"), 0, &geometry)).collect();
     let mut snapshot =
-        Snapshot { geometries: vec![geometry], nodes: vec![node("n0", gpus)], ..Snapshot::default() };
+        Snapshot { geometries: vec![geometry], nodes: vec![node("n0", gpus)].into(), ..Snapshot::default() };
     for gpu in 0..2 {
         let pod = running(&mut snapshot, &format!("ns/t{gpu}"), gpu, "3g.40gb", 4);
         snapshot.movable.push(pod);
@@ -108,8 +109,11 @@ fn two_of_one_budget_do_not_move_together_where_only_one_may() {
     let with = |allowed: u32| {
         let geometry = geometry_named("a100-80");
         let gpus = (0..3).map(|i| gpu(&format!("GPU-{i}"), 0, &geometry)).collect();
-        let mut snapshot =
-            Snapshot { geometries: vec![geometry], nodes: vec![node("n0", gpus)], ..Snapshot::default() };
+        let mut snapshot = Snapshot {
+            geometries: vec![geometry],
+            nodes: vec![node("n0", gpus)].into(),
+            ..Snapshot::default()
+        };
         for (index, (gpu, start)) in [(0, 0), (0, 4)].into_iter().enumerate() {
             let pod = running(&mut snapshot, &format!("ns/t{index}"), gpu, "3g.40gb", start);
             snapshot.movable.push(Movable { budgets: vec![0], ..pod });
@@ -211,4 +215,106 @@ fn rooms_are_legal() {
     }
     // Else it would prove nothing.
     assert!(found > 10, "{found}");
+}
+
+/// The cluster once these have gone, and the request and they ask anew.
+fn without(snapshot: &Snapshot, request: usize, gone: &[usize]) -> Snapshot {
+    let mut after = snapshot.clone();
+    after.requests = vec![snapshot.requests[request].clone()];
+    for &pod in gone {
+        let movable = &snapshot.movable[pod];
+        after.requests.push(movable.request.clone());
+        let node = &mut after.nodes[movable.node];
+        for (resource, milli) in &movable.request.pod.milli {
+            *node.free_milli.get_mut(resource).unwrap() += milli;
+        }
+        for device in &movable.devices {
+            let gpu = &mut node.gpus[device.gpu];
+            match device.instance {
+                None => gpu.taken_whole = false,
+                Some(held) => {
+                    let here =
+                        |one: &&mut Instance| one.profile == Some(held.profile) && one.start == held.start;
+                    gpu.instances.iter_mut().find(here).unwrap().state = InstanceState::Idle;
+                }
+            }
+        }
+    }
+    after
+}
+
+/// Whether the request has a place once one or two others have moved, by trying everything.
+fn moves_help(snapshot: &Snapshot, request: usize) -> bool {
+    let (waited, priority) = (snapshot.requests[request].waited_seconds, snapshot.requests[request].priority);
+    let may = |pod: &usize| {
+        let movable = &snapshot.movable[*pod];
+        movable.request.priority <= priority && waited.is_some_and(|waited| waited >= movable.after_seconds)
+    };
+    let all: Vec<usize> = (0..snapshot.movable.len()).filter(may).collect();
+    let pairs = all.iter().flat_map(|&a| all.iter().filter(move |&&b| a < b).map(move |&b| vec![a, b]));
+    all.iter().map(|&a| vec![a]).chain(pairs).any(|gone| {
+        let budget = |(budget, &allowed): (usize, &u32)| {
+            let of_it = gone.iter().filter(|&&pod| snapshot.movable[pod].budgets.contains(&budget));
+            of_it.count() <= allowed as usize
+        };
+        gone.iter().all(|&pod| snapshot.movable[pod].most_moves as usize >= gone.len())
+            && snapshot.budgets.iter().enumerate().all(budget)
+            && all_fit(&without(snapshot, request, &gone))
+    })
+}
+
+/// One of two that move fits beside either of two free halves, the other only beside the first, where processors are
+/// left. Which half is tried for which is no proof.
+#[test]
+fn where_processors_decide_it_is_not_said_that_no_moves_help() {
+    for cpus in [[1, 30], [30, 1]] {
+        let geometry = geometry_named("a100-80");
+        let one = |n: usize| node(&format!("n{n}"), vec![gpu(&format!("GPU-{n}"), 0, &geometry)]);
+        let mut snapshot =
+            Snapshot { nodes: (0..3).map(one).collect(), geometries: vec![geometry], ..Snapshot::default() };
+        for (pod, start) in [(0, 0), (1, 4)] {
+            let mut pod = Movable {
+                most_moves: 2,
+                ..running(&mut snapshot, &format!("ns/{pod}"), 0, "3g.40gb", start)
+            };
+            pod.request.pod.milli.insert("cpu".into(), 1000 * cpus[start as usize / 4]);
+            snapshot.movable.push(pod);
+        }
+        for node in [1, 2] {
+            let half = instance(&snapshot.geometries[0], "3g.40gb", 0, InstanceState::Taken);
+            snapshot.nodes[node].gpus[0].instances.push(half);
+        }
+        snapshot.nodes[2].free_milli.insert("cpu".into(), 2_000);
+        let wanted = want(&snapshot.geometries, "7g.80gb");
+        snapshot.requests = vec![Request { waited_seconds: Some(0), ..request("ns/large", vec![wanted]) }];
+        assert!(moves_help(&snapshot, 0));
+        let plan = legal(&snapshot);
+        assert!(!plan.rooms.is_empty() || plan.refusals[0].moves == Some(NoMoves::NotFound), "{plan:?}");
+    }
+}
+
+/// That no moves make room is said only if none do.
+#[test]
+fn useless_is_what_trying_everything_finds_useless() {
+    let mut said = 0;
+    for seed in 0..600u64 {
+        let mut dice = Dice(seed);
+        let mut snapshot = random_cluster(&mut dice, 2, 2, geometries());
+        // So that moves decide: little else is wrong with nodes and GPUs.
+        snapshot.nodes.iter_mut().for_each(|node| (node.ready, node.unschedulable) = (true, false));
+        let needs = 1 + dice.below(6) / 5;
+        snapshot.requests = (0..8).map(|i| random_request(&mut dice, i, needs, &snapshot)).collect();
+        let filled = plan(&snapshot);
+        let mut next = with_running(&mut dice, &snapshot, &filled);
+        next.movable.iter_mut().for_each(|pod| pod.most_moves = pod.most_moves.min(2));
+        let request = random_request(&mut dice, 100, needs, &next);
+        next.requests = vec![Request { waited_seconds: Some(2), priority: 2, ..request }];
+        let plan = legal(&next);
+        if plan.refusals.first().is_some_and(|refusal| refusal.moves == Some(NoMoves::Useless)) {
+            said += 1;
+            assert!(!moves_help(&next, 0), "seed {seed}: {plan:?}");
+        }
+    }
+    println!("{said} times useless");
+    assert!(said > 30, "{said}");
 }

@@ -18,7 +18,7 @@ fn cluster(geometry: &Geometry, count: usize) -> Snapshot {
     let gpus = (0..count).map(|i| gpu(&format!("GPU-{i}"), 0, geometry)).collect();
     Snapshot {
         geometries: vec![geometry.clone()],
-        nodes: vec![node("n0", gpus)],
+        nodes: vec![node("n0", gpus)].into(),
         requests: vec![],
         ..Snapshot::default()
     }
@@ -154,7 +154,8 @@ fn a_stated_layout_is_handed_out_as_it_is() {
         messages,
         [
             "needs 3g.40gb: 1 GPU has none free in its stated layout",
-            "needs 1g.10gb: 1 GPU has none free in its stated layout"
+            "needs 1g.10gb: 1 GPU has none free in its stated layout; \
+             no node could take it even if all that runs ended"
         ]
     );
 }
@@ -164,7 +165,8 @@ fn scarce_models_and_whole_gpus_are_kept() {
     let (common, scarce) = (a100(), geometry_named("h100-80-sxm"));
     let mut snapshot = cluster(&common, 4);
     snapshot.geometries.push(scarce.clone());
-    snapshot.nodes.insert(0, node("rare", vec![gpu("GPU-00", 1, &scarce)]));
+    snapshot.nodes.push(node("rare", vec![gpu("GPU-00", 1, &scarce)]));
+    snapshot.nodes.reverse();
     let snapshot = asking(snapshot, &["1g.20gb", "3g.40gb"]);
     let plan = legal_plan(&snapshot);
     assert!(plan.placements.iter().all(|p| p.node == 1), "{plan:?}");
@@ -244,7 +246,8 @@ fn several_devices_go_together_or_not_at_all() {
     assert_eq!(kind, RefusalKind::NoRoom);
     assert_eq!(
         message,
-        "needs 4g.40gb and 4g.40gb on one node: 2 GPUs have room for one of them, no node for all"
+        "needs 4g.40gb and 4g.40gb on one node: 2 GPUs have room for one of them, no node for all; \
+         no node could take it even if all that runs ended"
     );
 }
 
@@ -267,7 +270,7 @@ fn constraints_hold_over_gpus() {
     assert_eq!(
         refused(&plan(&snapshot)).1,
         "needs 1g.10gb and 1g.10gb on one node and as its constraints ask: \
-         2 GPUs have room for one of them, no node for all"
+         2 GPUs have room for one of them, no node for all; no node could take it even if all that runs ended"
     );
 }
 
@@ -335,7 +338,8 @@ fn refusals_say_which_nodes_do_not_fit() {
     let mut tainted = node("n1", vec![gpu("GPU-8", 0, &geometry)]);
     tainted.taints = vec![Taint { key: "team".into(), value: "x".into(), effect: "NoSchedule".into() }];
     let cordoned = Node { unschedulable: true, ..node("n2", vec![gpu("GPU-9", 0, &geometry)]) };
-    snapshot.nodes.extend([tainted, cordoned]);
+    snapshot.nodes.push(tainted);
+    snapshot.nodes.push(cordoned);
     assert_eq!(
         message(&snapshot).1,
         "needs 1g.10gb: 3 GPUs have room, but the nodes do not fit: 1 node lacks cpu (needs 4, 1.5 free), \

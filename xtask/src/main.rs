@@ -51,6 +51,8 @@ enum Task {
 enum Bench {
     /// From a pod's creation to its container: times, API writes, memory, wake-ups; needs root
     Path,
+    /// Pods a second on 500 nodes that are played, beside kube-scheduler alone and Kerf's bare writes; needs root
+    Cluster,
     /// The decision engine beside other policies and bounds: accepted work, moves, decisions per second
     Engine,
 }
@@ -59,7 +61,8 @@ fn main() -> ExitCode {
     let done = match Cli::parse().task {
         Task::Demo { keep, args } => demo(keep, &args),
         Task::Test { filters } => test(&filters),
-        Task::Bench { what: Bench::Path, args } => bench_path(&args),
+        Task::Bench { what: Bench::Path, args } => bench_on_cluster("kerf-bench-path", &args),
+        Task::Bench { what: Bench::Cluster, args } => bench_on_cluster("kerf-bench-cluster", &args),
         Task::Bench { what: Bench::Engine, args } => bench_engine(&args),
         Task::Toolchain => toolchain(),
         Task::Generate => generate(),
@@ -105,13 +108,13 @@ fn bench_engine(args: &[String]) -> Result<()> {
     run(cargo().args(["run", "--release", "--package", "kerf-planner-bench", "--"]).args(args))
 }
 
-fn bench_path(args: &[String]) -> Result<()> {
+fn bench_on_cluster(program: &str, args: &[String]) -> Result<()> {
     needs_root("The measurement")?;
     install_toolchain()?;
     step("building Kerf, optimised");
     run(cargo().args(["build", "--release", "--workspace", "--bins", "--lib"]))?;
     step("measuring");
-    run(cargo().args(["run", "--release", "--quiet", "--bin", "kerf-bench-path", "--"]).args(args))
+    run(cargo().args(["run", "--release", "--quiet", "--bin", program, "--"]).args(args))
 }
 
 fn toolchain() -> Result<()> {

@@ -1,8 +1,9 @@
 //! What a device is: names, numbers, memory, place in the machine.
 
 use kerf_sim::NvmlError;
+use kerf_sim::kernel::protocol::{Answer, Request};
 
-use crate::driver::{Result, Target};
+use crate::driver::{Call, Result, Target};
 use crate::ffi::{DeviceHandle, Out, TextOut, chars};
 use crate::nvml;
 use crate::types::{AddressingMode, Bar1Memory, Memory, MemoryV2, PciInfo, PciInfoExt, version_of};
@@ -82,8 +83,11 @@ nvml! {
     }
 
     fn nvmlDeviceGetMemoryInfo(device: DeviceHandle, memory: Out<Memory>) on device |call| {
-        let total = memory_of(&call.device(device)?)?;
-        memory.set(Memory { total, free: total, used: 0 })
+        // What the driver keeps for itself counts as used.
+        let target = call.device(device)?;
+        let (total, reserved) = (memory_of(&target)?, reserved_of(&target));
+        let used = reserved + used_of(call, &target);
+        memory.set(Memory { total, free: total.saturating_sub(used), used })
     }
 
     fn nvmlDeviceGetMemoryInfo_v2(device: DeviceHandle, memory: Out<MemoryV2>) on device |call| {
@@ -91,8 +95,19 @@ nvml! {
         if memory.get()?.version != version_of::<MemoryV2>(2) {
             return Err(NvmlError::ArgumentVersionMismatch);
         }
-        let total = memory_of(&target)?;
-        memory.set(MemoryV2 { version: version_of::<MemoryV2>(2), total, reserved: 0, free: total, used: 0 })
+        let version = version_of::<MemoryV2>(2);
+        let (total, reserved, used) = (memory_of(&target)?, reserved_of(&target), used_of(call, &target));
+        let own = Request::OwnLimit { gpu: target.gpu.minor };
+        // Inside a limited cgroup it is the limit that is shown; not for MIG.
+        if target.mig.is_none()
+            && let Some(Answer::Limit(Some((limit, used)))) = call.kernel(&own)
+            && limit != u64::MAX
+        {
+            let free = limit.saturating_sub(used);
+            return memory.set(MemoryV2 { version, total: limit, reserved: 0, free, used });
+        }
+        let free = total.saturating_sub(reserved + used);
+        memory.set(MemoryV2 { version, total, reserved, free, used })
     }
 
     fn nvmlDeviceGetBAR1MemoryInfo(device: DeviceHandle, memory: Out<Bar1Memory>) on device |call| {
@@ -182,6 +197,21 @@ fn name_of(target: &Target<'_>) -> Result<String> {
 fn memory_of(target: &Target<'_>) -> Result<u64> {
     let Some((gi, _)) = target.mig else { return Ok(target.model.memory_total_mib * MIB) };
     Ok(target.can_mig()?.profile(gi.profile).ok_or(NvmlError::Unknown)?.memory_mib * MIB)
+}
+
+/// Bytes of a GPU that the driver keeps for itself.
+fn reserved_of(target: &Target<'_>) -> u64 {
+    if target.mig.is_some() { 0 } else { target.model.reserved_mib() * MIB }
+}
+
+/// Bytes that programs use of a GPU, or of an instance.
+fn used_of(call: &Call, target: &Target<'_>) -> u64 {
+    let gi = target.mig.map(|(gi, _)| gi.id);
+    let uses = call.uses().unwrap_or_default();
+    let here = uses.iter().filter(|used| {
+        used.device.gpu == target.gpu.minor && (gi.is_none() || used.device.mig.map(|(gi, _)| gi) == gi)
+    });
+    here.map(|used| used.bytes).sum()
 }
 
 fn pci_info(target: &Target<'_>) -> PciInfo {

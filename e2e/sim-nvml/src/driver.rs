@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use kerf_sim::fault::{Action, When};
+use kerf_sim::kernel::protocol::{self, Answer, Connection, Outcome, Request, Use};
 use kerf_sim::model::Mig;
 use kerf_sim::procs::Clients;
 use kerf_sim::state::{ComputeInstance, Gpu, GpuInstance, State};
@@ -231,6 +232,20 @@ impl Call {
     /// Who uses what now.
     pub(crate) fn clients(&self) -> Clients {
         Clients::scan(self.store.root(), self.state.pid_namespace)
+    }
+
+    /// Asks the node's kernel driver; `None` if none runs.
+    pub(crate) fn kernel(&self, request: &Request) -> Option<Answer> {
+        let mut connection = Connection::open(&protocol::socket(self.store.root())).ok()?;
+        connection.ask::<Outcome>(request).ok()?.ok()
+    }
+
+    /// Who uses how much memory; `None` if no kernel driver runs.
+    pub(crate) fn uses(&self) -> Option<Vec<Use>> {
+        match self.kernel(&Request::Usage)? {
+            Answer::Usage(uses) => Some(uses),
+            _ => None,
+        }
     }
 
     /// Who uses what, at most [`CLIENTS_FRESH`] old.

@@ -1,6 +1,6 @@
 //! Structures of nvml.h (CUDA 13) that callers pass by pointer. Sizes are checked against the header's.
 
-use crate::ffi::{DeviceHandle, GpuInstanceHandle};
+use crate::ffi::{DeviceHandle, GpuInstanceHandle, TextIn};
 
 /// `NVML_STRUCT_VERSION`: size, and version in the top byte.
 pub(crate) const fn version_of<T>(version: u32) -> u32 {
@@ -15,7 +15,7 @@ layout! {
     PciInfo: 68, PciInfoExt: 64, Memory: 24, MemoryV2: 40, Bar1Memory: 24, Attributes: 40, ProcessV1: 16, Process: 24,
     EventDataV1: 24, EventData: 32, FieldValue: 40, GiProfile: 48, GiProfileV2: 152, GiProfileV3: 152, Placement: 8,
     GiInfo: 24, CiProfile: 36, CiProfileV2: 136, CiProfileV3: 140, CiInfo: 32, AddressingMode: 8, Temperature: 12,
-    UuidArgument: 52,
+    UuidArgument: 52, SetMemoryLimits: 24, GetMemoryLimits: 32,
 }
 
 #[repr(C)]
@@ -89,6 +89,26 @@ pub(crate) struct Attributes {
     pub(crate) gi_slices: u32,
     pub(crate) ci_slices: u32,
     pub(crate) memory_size_mb: u64,
+}
+
+/// `nvmlSetMemoryLimits_v1_t` (nvml.h of CUDA 13.4).
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct SetMemoryLimits {
+    /// Path of the cgroup's directory.
+    pub(crate) name_space: TextIn,
+    pub(crate) soft_limit: u64,
+    pub(crate) hard_limit: u64,
+}
+
+/// `nvmlGetMemoryLimits_v1_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct GetMemoryLimits {
+    pub(crate) name_space: TextIn,
+    pub(crate) soft_limit: u64,
+    pub(crate) hard_limit: u64,
+    pub(crate) current_used: u64,
 }
 
 #[repr(C)]

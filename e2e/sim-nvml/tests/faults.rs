@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Command;
 
 use common::TestNode;
-use kerf_sim::{GpuSpec, NvmlError, Occurrence, SimNode, When, documented_errors};
+use kerf_sim::{Driver, GpuSpec, NodeSpec, NvmlError, Occurrence, SimNode, When, documented_errors};
 use nvml_wrapper::Nvml;
 
 /// The simulated library, called without any binding.
@@ -31,7 +31,8 @@ impl Raw {
     fn call_with(&self, function: &str, arguments: [u64; 3]) -> u32 {
         let [a, b, c] = arguments;
         type Function = extern "C" fn(u64, u64, u64, u64, u64, u64) -> u32;
-        let names = ["_v3", "_v2", ""].map(|version| CString::new(format!("{function}{version}")).unwrap());
+        let names =
+            ["_v3", "_v2", "", "_v1"].map(|version| CString::new(format!("{function}{version}")).unwrap());
         // SAFETY: the functions take at most six integers or pointers, which the calling convention passes in
         // registers; surplus ones are ignored, and null pointers are refused.
         let symbol =
@@ -42,7 +43,9 @@ impl Raw {
 
 #[test]
 fn every_documented_error_can_be_had_from_every_function() {
-    let test = TestNode::new(vec![GpuSpec::new("a100-40")]);
+    let gpus = vec![GpuSpec::new("a100-40")];
+    let driver = Driver::of_branch(615);
+    let test = TestNode::of(NodeSpec { driver, ..NodeSpec::new("test", gpus) });
     let library = Raw::load(&test.node);
     let errors = documented_errors();
     for (function, errors) in &errors {

@@ -19,6 +19,7 @@ fn a_cdi_spec_has_the_capability_nodes_of_each_mig_device() {
     let big = test.node.create_instance(0, "3g.20gb", Some(4), true).unwrap();
     let small = test.node.create_instance(0, "1g.5gb", Some(1), true).unwrap();
     let instances = test.node.instances().unwrap();
+    test.node.run_kernel().unwrap();
     let folder = tempfile::tempdir().unwrap();
     let spec = generate(&test, &folder.path().join("nvidia.json"));
 
@@ -47,6 +48,12 @@ fn a_cdi_spec_has_the_capability_nodes_of_each_mig_device() {
         assert!(text.contains(path), "{path} is not in {text}");
     }
     assert!(text.contains(&format!("{root}/usr/lib/x86_64-linux-gnu/libcuda.so.580.95.05")), "{text}");
+
+    // The kernel driver's socket comes with them.
+    let socket = format!("{root}/run/nvidia-persistenced/socket");
+    let mounts = spec["containerEdits"]["mounts"].as_array().unwrap();
+    let mount = mounts.iter().find(|mount| mount["hostPath"] == socket.as_str());
+    assert_eq!(mount.unwrap()["containerPath"], "/run/nvidia-persistenced/socket");
 
     // And it lists them by every name.
     let output = Command::new(toolchain("nvidia-toolkit", "nvidia-ctk"))

@@ -2,13 +2,18 @@
 //! writes a file; who is a client of what is handed in.
 
 use crate::geometry;
+use crate::kernel::protocol::CgroupId;
 use crate::model::{Mig, Model, Profile};
 use crate::procs::Clients;
-use crate::state::{ComputeInstance, EVENT_MIG_CONFIG, Gpu, GpuInstance, MigUuids, State};
+use crate::state::{
+    ComputeInstance, EVENT_MIG_CONFIG, Gpu, GpuInstance, MemoryAccounting, MemoryLimit, MigUuids, State,
+};
 use crate::{NvmlError, uuid};
 
 /// `NVML_COMPUTEMODE_EXCLUSIVE_PROCESS`; refused on a GPU in MIG mode.
 pub const EXCLUSIVE_PROCESS: u32 = 3;
+/// The first driver branch with limits on the memory of cgroups, and with the third protocol of MPS.
+pub const MEMORY_LIMITS_SINCE: u32 = 615;
 
 type Result<T> = std::result::Result<T, NvmlError>;
 
@@ -202,6 +207,81 @@ impl State {
             instance.compute.iter_mut().find(|device| device.id == ci).ok_or(NvmlError::InvalidArgument)?;
         device.compute_mode = mode;
         Ok(())
+    }
+}
+
+/// A cgroup and the path by which the caller named it.
+pub type Cgroup = (CgroupId, String);
+
+impl State {
+    /// `nvmlDeviceSetMemoryLimits_v1`. `above` are the cgroups above, nearest first: with dmem, each has the sum of the
+    /// soft limits below it, and loses a cgroup's part only when its soft limit is lowered here, not with the cgroup.
+    ///
+    /// Soft 0 and hard `u64::MAX` clear. INVALID_ARGUMENT for soft over hard, or a limit over the GPU's memory.
+    pub fn set_memory_limits(
+        &mut self,
+        model: &Model,
+        gpu: usize,
+        (cgroup, path): Cgroup,
+        above: Vec<Cgroup>,
+        soft: u64,
+        hard: u64,
+    ) -> Result<()> {
+        self.can_limit_memory(gpu)?;
+        let total = model.memory_total_mib << 20;
+        let over = |limit: u64| limit != u64::MAX && limit > total;
+        // The greatest number means the whole of the device.
+        let soft = if soft == u64::MAX { total } else { soft };
+        if over(hard) || over(soft) || soft > hard {
+            return Err(NvmlError::InvalidArgument);
+        }
+        // A cgroup that was removed and made anew is another one.
+        self.memory_limits
+            .retain(|limit| !(limit.gpu == gpu && limit.path == path && limit.cgroup != cgroup));
+        let before = self.memory_limit(gpu, cgroup).filter(|limit| limit.set).map_or(0, |limit| limit.soft);
+        let dmem = self.options.memory_accounting == MemoryAccounting::Dmem;
+        for (cgroup, path) in above.into_iter().filter(|_| dmem) {
+            let entry = self.memory_limit_mut(gpu, cgroup, path);
+            entry.soft = (entry.soft + soft).saturating_sub(before);
+        }
+        let entry = self.memory_limit_mut(gpu, cgroup, path);
+        (entry.soft, entry.hard) = (soft, hard);
+        entry.set = soft != 0 || hard != u64::MAX;
+        self.memory_limits.retain(|limit| limit.set || limit.soft != 0);
+        Ok(())
+    }
+
+    /// `nvmlDeviceGetMemoryLimits_v1` but for the use: NOT_FOUND, or NOT_SUPPORTED with misc, for a cgroup without any
+    /// limit.
+    pub fn get_memory_limits(&self, gpu: usize, cgroup: CgroupId) -> Result<&MemoryLimit> {
+        self.can_limit_memory(gpu)?;
+        self.memory_limit(gpu, cgroup).ok_or(match self.options.memory_accounting {
+            MemoryAccounting::Misc => NvmlError::NotSupported,
+            _ => NvmlError::NotFound,
+        })
+    }
+
+    /// NOT_SUPPORTED for a GPU in MIG mode, for a driver before r615 and where accounting is off.
+    fn can_limit_memory(&self, gpu: usize) -> Result<()> {
+        let target = self.gpus.get(gpu).ok_or(NvmlError::InvalidArgument)?;
+        let able = self.driver.branch() >= MEMORY_LIMITS_SINCE
+            && self.options.memory_accounting != MemoryAccounting::Off
+            && !target.mig_current;
+        if able { Ok(()) } else { Err(NvmlError::NotSupported) }
+    }
+
+    fn memory_limit(&self, gpu: usize, cgroup: CgroupId) -> Option<&MemoryLimit> {
+        self.memory_limits.iter().find(|limit| limit.gpu == gpu && limit.cgroup == cgroup)
+    }
+
+    fn memory_limit_mut(&mut self, gpu: usize, cgroup: CgroupId, path: String) -> &mut MemoryLimit {
+        let found = self.memory_limits.iter().position(|limit| limit.gpu == gpu && limit.cgroup == cgroup);
+        let index = found.unwrap_or_else(|| {
+            let hard = u64::MAX;
+            self.memory_limits.push(MemoryLimit { gpu, cgroup, path, soft: 0, hard, set: false });
+            self.memory_limits.len() - 1
+        });
+        &mut self.memory_limits[index]
     }
 }
 

@@ -11,6 +11,8 @@
 //!                                                 ▼
 //!        store: <driver root>/var/lib/kerf-sim/state.json, flock + rename
 //!        tree:  <driver root>/{usr,dev,proc}: libraries, device nodes, capabilities
+//!
+//!  CUDA programs (cuda), MPS control daemons and servers (mps) ──▶ kernel: contexts, memory, who may have how much
 //! ```
 //!
 //! Invariants:
@@ -19,16 +21,20 @@
 //! - The simulation opens no device node of its own accord, so a GPU that nobody uses has no client.
 
 pub mod caps;
+pub mod cuda;
 mod documented;
 mod elf;
 pub mod engine;
 mod error;
 pub mod fault;
 pub mod geometry;
+pub mod kernel;
 pub mod model;
+pub mod mps;
 mod node;
 pub mod procs;
 mod ret;
+pub mod signals;
 pub mod state;
 mod store;
 pub mod tree;
@@ -40,5 +46,5 @@ pub use fault::{Fault, Occurrence, When, canonical_call};
 pub use model::Model;
 pub use node::{Driver, GpuSpec, HoldGuard, Instance, NodeSpec, SimNode, nvml_library};
 pub use ret::NvmlError;
-pub use state::{CapNodes, MigUuids, State};
+pub use state::{CapNodes, MemoryAccounting, MigUuids, State};
 pub use store::{STATE_DIR, STATE_FILE, Store};

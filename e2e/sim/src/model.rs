@@ -30,6 +30,9 @@ pub struct Model {
     pub pci_device_id: String,
     /// `total` of `nvmlDeviceGetMemoryInfo`, in MiB.
     pub memory_total_mib: u64,
+    /// `reserved` of `nvmlDeviceGetMemoryInfo_v2`, in MiB; see [`Model::usable_mib`].
+    #[serde(default)]
+    pub memory_reserved_mib: Option<u64>,
     pub sm_total: u32,
     /// Absent for a GPU that cannot be cut.
     pub mig: Option<Mig>,
@@ -205,6 +208,17 @@ const FILES: &[(&str, &str)] = files! {
 };
 
 impl Model {
+    /// What the driver keeps of a whole GPU for itself, in MiB. Where the model's file does not say, one part in 128, which
+    /// is of the right order. Of an instance it keeps nothing more.
+    pub fn reserved_mib(&self) -> u64 {
+        self.memory_reserved_mib.unwrap_or(self.memory_total_mib / 128)
+    }
+
+    /// What programs can have of a whole GPU, in MiB.
+    pub fn usable_mib(&self) -> u64 {
+        self.memory_total_mib.saturating_sub(self.reserved_mib())
+    }
+
     /// The ids of the models in this repository.
     pub fn ids() -> impl Iterator<Item = &'static str> {
         FILES.iter().map(|(id, _)| *id)

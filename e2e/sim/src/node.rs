@@ -8,8 +8,10 @@ use std::time::Duration;
 
 use crate::fault::{Action, Fault, Occurrence, When, canonical_call};
 use crate::procs::{Client, Clients};
-use crate::state::{CapNodes, Counts, Delay, EVENT_XID, Gpu, Hold, MigUuids, Options, Pci, State};
-use crate::{Error, Model, NvmlError, Store, caps, tree, uuid};
+use crate::state::{
+    CapNodes, Counts, Delay, EVENT_XID, Gpu, Hold, MemoryAccounting, MigUuids, Options, Pci, State,
+};
+use crate::{Error, Model, NvmlError, Store, caps, kernel, tree, uuid};
 
 /// Of the XIDs after which a GPU must be reset, those that every driver knows: double-bit ECC error, off the bus,
 /// uncontained ECC error, GSP timeout.
@@ -30,6 +32,7 @@ pub struct NodeSpec {
     /// Let profile names in NVML's structures begin with `MIG `.
     pub prefixed_names: bool,
     pub log_calls: bool,
+    pub memory_accounting: MemoryAccounting,
     /// The built `libnvidia-ml.so.1`; found by [`nvml_library`] if `None`.
     pub library: Option<PathBuf>,
 }
@@ -82,6 +85,7 @@ impl NodeSpec {
             mig_uuids: MigUuids::Stable,
             prefixed_names: false,
             log_calls: false,
+            memory_accounting: MemoryAccounting::default(),
             library: None,
         }
     }
@@ -108,6 +112,7 @@ impl NodeSpec {
                 mig_uuids: self.mig_uuids,
                 prefixed_names: self.prefixed_names,
                 log_calls: self.log_calls,
+                memory_accounting: self.memory_accounting,
             },
             gpus,
             creations: 0,
@@ -116,10 +121,25 @@ impl NodeSpec {
             holds: Vec::new(),
             next_hold: 1,
             pid_namespace: None,
+            memory_limits: Vec::new(),
             events: Vec::new(),
             next_event: 1,
         };
         Ok((state, models))
+    }
+}
+
+impl Driver {
+    /// A driver of this branch, such as 615.
+    pub fn of_branch(branch: u32) -> Driver {
+        let cuda = match branch {
+            0..580 => 12_000,
+            580..590 => 13_000,
+            590..615 => 13_010,
+            _ => 13_040,
+        };
+        let version = format!("{branch}.43.02");
+        Driver { nvml: format!("{}.{version}", cuda / 1000), version, cuda, loaded: true }
     }
 }
 
@@ -216,6 +236,33 @@ impl SimNode {
         })
     }
 
+    /// Starts the kernel driver ([`kernel`]), in place of one that this process runs for the node: without it nothing
+    /// can use GPUs by CUDA, and used memory is not known. It goes on until this process ends; a reboot needs a
+    /// new one.
+    pub fn run_kernel(&self) -> Result<(), Error> {
+        kernel::run(self.store.clone())
+    }
+
+    /// Ends what [`SimNode::run_kernel`] started; programs lose their contexts.
+    pub fn stop_kernel(&self) {
+        kernel::stop(self.root());
+    }
+
+    /// `nvmlDeviceSetComputeMode` of a whole GPU.
+    pub fn set_compute_mode(&self, gpu: usize, mode: u32) -> Result<(), Error> {
+        self.change(|state| Ok(state.set_compute_mode(gpu, None, mode)?))
+    }
+
+    /// `nvmlDeviceGetComputeMode` of a whole GPU.
+    pub fn compute_mode(&self, gpu: usize) -> Result<u32, Error> {
+        Ok(gpu_at(&*self.state()?, gpu)?.compute_mode)
+    }
+
+    /// `nvmlDeviceSetMemoryLimits_v1` as root calls it.
+    pub fn set_memory_limits(&self, gpu: usize, cgroup: &Path, soft: u64, hard: u64) -> Result<(), Error> {
+        Ok(kernel::set_memory_limits(&self.store, gpu, &cgroup.to_string_lossy(), soft, hard)?)
+    }
+
     // What happens to the machine.
 
     /// A reboot: instances, holds and capability nodes are gone, lost GPUs are back, MIG mode is kept by boards
@@ -239,11 +286,24 @@ impl SimNode {
     }
 
     fn reload_all(&self, state: &mut State) -> Result<(), Error> {
+        state.memory_limits.clear();
         for gpu in &mut state.gpus {
             let model = self.store.model(&gpu.model)?;
             gpu.reload(model);
         }
         Ok(())
+    }
+
+    /// Another version of the driver is installed and loaded. Who has the library open keeps the old one.
+    pub fn upgrade_driver(&self, driver: Driver) -> Result<(), Error> {
+        let library = nvml_library()?;
+        self.change(|state| {
+            state.driver = driver;
+            state.holds.clear();
+            tree::libraries(self.root(), &state.driver, &library)?;
+            tree::version(self.root(), &state.driver)?;
+            self.reload_all(state)
+        })
     }
 
     /// Unloads the driver: `nvmlInit` answers DRIVER_NOT_LOADED until [`SimNode::reload_driver`].
@@ -580,9 +640,7 @@ pub fn nvml_library() -> Result<PathBuf, Error> {
         };
     }
     // Executables lie in target/<profile>/, tests in its deps/; so does the library, by how it was asked for.
-    let executable = std::env::current_exe().unwrap_or_default();
-    let folder = executable.parent().unwrap_or(Path::new("/"));
-    let folder = if folder.ends_with("deps") { folder.parent().unwrap_or(folder) } else { folder };
+    let folder = build_folder();
     let candidates = [folder.join(FILE), folder.join("deps").join(FILE)];
     let tried = candidates.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ");
     candidates
@@ -590,6 +648,18 @@ pub fn nvml_library() -> Result<PathBuf, Error> {
         .filter(|path| path.is_file())
         .max_by_key(|path| path.metadata().and_then(|meta| meta.modified()).ok())
         .ok_or(Error::NoLibrary { tried })
+}
+
+fn build_folder() -> PathBuf {
+    let executable = std::env::current_exe().unwrap_or_default();
+    let folder = executable.parent().unwrap_or(Path::new("/"));
+    if folder.ends_with("deps") { folder.parent().unwrap_or(folder) } else { folder }.to_owned()
+}
+
+/// A program of this package, if it is built.
+pub(crate) fn built(name: &str) -> Option<PathBuf> {
+    let path = build_folder().join(name);
+    path.is_file().then_some(path)
 }
 
 fn gpu_at(state: &State, index: usize) -> Result<&Gpu, Error> {

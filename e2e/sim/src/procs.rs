@@ -151,6 +151,20 @@ pub fn pid_namespace(pid: u32) -> std::io::Result<u64> {
     Ok(std::fs::metadata(format!("/proc/{pid}/ns/pid"))?.ino())
 }
 
+/// The number by which the process `seer` knows a process (both in this process's numbering); `None` if it cannot see it.
+pub fn pid_seen_by(seer: u32, pid: u32) -> Option<u32> {
+    if !is_within(pid, pid_namespace(seer).ok()?) {
+        return None;
+    }
+    // The numbers in each namespace from this process's own down to the process's.
+    let numbers = |pid: u32| -> Option<Vec<u32>> {
+        let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix("NSpid:"))?;
+        line.split_whitespace().map(|number| number.parse().ok()).collect()
+    };
+    numbers(pid)?.get(numbers(seer)?.len() - 1).copied()
+}
+
 /// Whether a process is in the PID namespace or in one below it.
 fn is_within(pid: u32, namespace: u64) -> bool {
     let mut current = File::open(format!("/proc/{pid}/ns/pid")).ok();

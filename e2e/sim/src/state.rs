@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::fault::Fault;
+use crate::kernel::protocol::CgroupId;
 
 /// Everything that the simulated driver knows. See [`crate::Store`] for how it is shared.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -23,6 +24,9 @@ pub struct State {
     pub next_hold: u64,
     /// The PID namespace in which the node's containers run.
     pub pid_namespace: Option<u64>,
+    /// Limits on the memory that the processes of cgroups may use.
+    #[serde(default)]
+    pub memory_limits: Vec<MemoryLimit>,
     /// The newest events, oldest first.
     pub events: Vec<Event>,
     pub next_event: u64,
@@ -47,8 +51,12 @@ pub struct Driver {
 impl Driver {
     /// Whether MIG UUIDs are `MIG-GPU-<uuid>/<gi>/<ci>`, as up to R460, instead of proper UUIDs.
     pub fn has_old_mig_uuids(&self) -> bool {
-        let branch = self.version.split('.').next().and_then(|branch| branch.parse().ok());
-        branch.is_some_and(|branch: u32| branch < 470)
+        (1..470).contains(&self.branch())
+    }
+
+    /// The first number of the version, such as 580; 0 if it has none.
+    pub fn branch(&self) -> u32 {
+        self.version.split('.').next().and_then(|branch| branch.parse().ok()).unwrap_or(0)
     }
 }
 
@@ -59,8 +67,39 @@ pub struct Options {
     pub mig_uuids: MigUuids,
     /// Profile names of NVML's structures begin with `MIG `; whether they do on hardware is not known.
     pub prefixed_names: bool,
+    /// How limits on the memory of cgroups are kept, where the driver knows them.
+    #[serde(default)]
+    pub memory_accounting: MemoryAccounting,
     /// Append a line per NVML call to `var/lib/kerf-sim/calls.log`.
     pub log_calls: bool,
+}
+
+/// The back end of memory limits, which a real driver chooses when it loads (`RmMemacctMode`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MemoryAccounting {
+    /// The kernel's controller: limits nest.
+    #[default]
+    Dmem,
+    /// The driver's own: the nearest limited cgroup counts, and no other.
+    Misc,
+    Off,
+}
+
+/// A limit on the memory of a GPU for the processes of a cgroup.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryLimit {
+    /// NVML index.
+    pub gpu: usize,
+    pub cgroup: CgroupId,
+    /// As the caller wrote it.
+    pub path: String,
+    /// Guaranteed bytes. With dmem, those of the cgroups below are in it.
+    pub soft: u64,
+    /// `u64::MAX` is none.
+    pub hard: u64,
+    /// False for a cgroup that only has the sum of those below it.
+    pub set: bool,
 }
 
 /// When `/dev/nvidia-caps/nvidia-cap<minor>` appears.

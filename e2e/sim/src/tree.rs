@@ -7,7 +7,8 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
 use crate::caps::{self, CONFIG_MINOR, Capability, MONITOR_MINOR};
-use crate::state::{CapNodes, Gpu, State};
+use crate::engine::MEMORY_LIMITS_SINCE;
+use crate::state::{CapNodes, Driver, Gpu, State};
 use crate::{Error, Model, elf};
 
 /// Character device major of `nvidia<G>`, `nvidiactl` and `nvidia-modeset`; given out by the kernel's list.
@@ -42,18 +43,43 @@ pub fn install(
     model: impl Fn(&Gpu) -> Model,
     library: &Path,
 ) -> Result<(), Error> {
-    libraries(root, &state.driver.version, library)?;
+    libraries(root, &state.driver, library)?;
     devices(root, state)?;
     proc_files(root, state, model)?;
     show(root, state)
 }
 
-fn libraries(root: &Path, version: &str, library: &Path) -> Result<(), Error> {
+/// The library as this driver has it: functions that came later have names that nobody looks for.
+fn of_driver(library: &Path, driver: &Driver) -> Result<Vec<u8>, Error> {
+    let mut content = std::fs::read(library).map_err(|e| Error::io("read the library", library, e))?;
+    let later: [&[u8]; 2] = [b"nvmlDeviceSetMemoryLimits_v1\0", b"nvmlDeviceGetMemoryLimits_v1\0"];
+    for name in later.into_iter().filter(|_| driver.branch() < MEMORY_LIMITS_SINCE) {
+        while let Some(at) = find(&content, name) {
+            content[at] = b'_';
+        }
+    }
+    Ok(content)
+}
+
+/// Where `wanted` begins. A library has tens of millions of bytes, which unoptimised code takes seconds for.
+#[allow(unsafe_code, reason = "the standard library cannot search bytes")]
+fn find(content: &[u8], wanted: &[u8]) -> Option<usize> {
+    // SAFETY: both slices are valid for their lengths, and what comes back is null or points into the first.
+    unsafe {
+        let start = content.as_ptr();
+        let found = libc::memmem(start.cast(), content.len(), wanted.as_ptr().cast(), wanted.len());
+        (!found.is_null()).then(|| found.cast::<u8>().offset_from_unsigned(start))
+    }
+}
+
+/// Lays out libraries and programs, and takes those of another driver away.
+pub fn libraries(root: &Path, driver: &Driver, library: &Path) -> Result<(), Error> {
+    let version = &driver.version;
+    let _ = std::fs::remove_dir_all(root.join(LIBRARIES));
     let folder = root.join(LIBRARIES);
     make_dir(&folder)?;
     let nvml = folder.join(format!("libnvidia-ml.so.{version}"));
-    std::fs::copy(library, &nvml).map_err(|e| Error::io("copy the library to", &nvml, e))?;
-    set_mode(&nvml, 0o755)?;
+    put(&nvml, &of_driver(library, driver)?, 0o755)?;
     link(&folder, "libnvidia-ml.so.1", &format!("libnvidia-ml.so.{version}"))?;
     for (name, number) in PLACEHOLDERS {
         let soname = format!("{name}.so.{number}");
@@ -64,8 +90,23 @@ fn libraries(root: &Path, version: &str, library: &Path) -> Result<(), Error> {
     link(&folder, "libcuda.so", "libcuda.so.1")?;
     let binaries = root.join("usr/bin");
     make_dir(&binaries)?;
+    mps(&binaries)?;
     let script = format!("#!/bin/sh\necho 'simulated NVIDIA driver {version}: use `kerf-sim show`'\n");
     put(&binaries.join("nvidia-smi"), script.as_bytes(), 0o755)
+}
+
+/// The programs of MPS, where they are built: they lie beside the running executable, as the library does. Without
+/// them the node is one without MPS.
+fn mps(binaries: &Path) -> Result<(), Error> {
+    for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
+        let (Some(built), path) = (crate::node::built(name), binaries.join(name)) else { continue };
+        let _ = std::fs::remove_file(&path);
+        // A link costs nothing; across file systems it has to be a copy.
+        if std::fs::hard_link(&built, &path).is_err() {
+            std::fs::copy(&built, &path).map_err(|e| Error::io("copy the program to", &path, e))?;
+        }
+    }
+    Ok(())
 }
 
 /// The nodes that exist as long as the driver is installed.
@@ -81,6 +122,16 @@ fn devices(root: &Path, state: &State) -> Result<(), Error> {
     node(&dev.join("nvidia-uvm-tools"), UVM_MAJOR, 1, 0o666)
 }
 
+/// `/proc/driver/nvidia/version`.
+pub fn version(root: &Path, driver: &Driver) -> Result<(), Error> {
+    let version = &driver.version;
+    let text = format!(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {version}  Release Build  (simulated)\n\
+         GCC version:  simulated\n"
+    );
+    put(&root.join("proc/driver/nvidia/version"), text.as_bytes(), 0o444)
+}
+
 fn proc_files(root: &Path, state: &State, model: impl Fn(&Gpu) -> Model) -> Result<(), Error> {
     let version = &state.driver.version;
     let driver = root.join("proc/driver/nvidia");
@@ -90,11 +141,7 @@ fn proc_files(root: &Path, state: &State, model: impl Fn(&Gpu) -> Model) -> Resu
     );
     make_dir(&driver)?;
     put(&root.join("proc/devices"), devices.as_bytes(), 0o444)?;
-    let text = format!(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {version}  Release Build  (simulated)\n\
-         GCC version:  simulated\n"
-    );
-    put(&driver.join("version"), text.as_bytes(), 0o444)?;
+    self::version(root, &state.driver)?;
     let params = "DeviceFileUID: 0\nDeviceFileGID: 0\nDeviceFileMode: 438\nModifyDeviceFiles: 1\n";
     put(&driver.join("params"), params.as_bytes(), 0o444)?;
     for gpu in &state.gpus {

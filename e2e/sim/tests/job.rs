@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use kerf_sim::caps::Capability;
-use kerf_sim::procs::{Client, pid_namespace};
+use kerf_sim::procs::{Client, pid_namespace, pid_seen_by};
 use kerf_sim::{GpuSpec, NodeSpec, SimNode};
 use serde_json::{Value, json};
 use tempfile::TempDir;
@@ -195,7 +195,17 @@ fn a_container_belongs_to_the_node_of_its_namespace_and_a_path_to_its_root() {
     let clients = node.clients().unwrap();
     assert_eq!(clients.len(), 1, "{clients:?}");
     assert!(clients[0].runs_on(0, gi, 0) && clients[0].pid != 1);
+    assert_eq!(pid_seen_by(inside[0], inside[0]), Some(1));
+    assert_eq!(pid_seen_by(std::process::id(), inside[0]), Some(inside[0]));
+    assert_eq!(pid_seen_by(inside[0], std::process::id()), None);
     drop(container);
+    // The kernel ends what was in the namespace a little later.
+    for _ in 0..2000 {
+        if node.clients().unwrap().is_empty() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
 
     // A descriptor into another node's root is that node's.
     let dev = dev_of(&other, folder.path(), &["nvidia0".into()]);

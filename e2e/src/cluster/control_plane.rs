@@ -12,6 +12,7 @@ use serde_json::json;
 use super::node::{MAX_NODES, NODE_ADDRESSES};
 use super::pki::{Pki, write_kubeconfig};
 use super::process::{Namespaces, Process};
+use crate::kerf::NAMESPACE;
 
 /// Ports below the kernel's range for outgoing connections, in equal parts for all slots.
 const FIRST_PORT: u16 = 20000;
@@ -22,6 +23,8 @@ pub(crate) const PORTS: u16 = 192;
 pub struct ControlPlaneOptions {
     /// Has the API server write each write request to a log; see [`Cluster::audit`](super::Cluster::audit).
     pub audit: bool,
+    /// With `audit`: has what Kerf's own parts write in the log, body included.
+    pub audit_bodies: bool,
     /// As in `--feature-gates`, for every component, kubelet included.
     pub feature_gates: Vec<(String, bool)>,
     /// As in the API server's `--runtime-config`.
@@ -133,14 +136,15 @@ impl Setup {
             let identity = pki.user(file, user, group)?;
             write_kubeconfig(&self.kubeconfig(file), &pki.kubeconfig(&self.server(), &identity)?)?;
         }
+        let writes = json!(["create", "update", "patch", "delete", "deletecollection"]);
+        let ours =
+            ["operator", "node-daemon"].map(|name| format!("system:serviceaccount:{NAMESPACE}:{name}"));
+        let mut rules = vec![json!({ "level": "Metadata", "verbs": writes }), json!({ "level": "None" })];
+        if self.options.audit_bodies {
+            rules.insert(0, json!({ "level": "Request", "verbs": writes, "users": ours }));
+        }
         let policy = json!({
-            "apiVersion": "audit.k8s.io/v1",
-            "kind": "Policy",
-            "omitStages": ["RequestReceived"],
-            "rules": [
-                { "level": "Metadata", "verbs": ["create", "update", "patch", "delete", "deletecollection"] },
-                { "level": "None" },
-            ],
+            "apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"], "rules": rules,
         });
         fs::write(self.dir.join("audit-policy.json"), policy.to_string())
             .context("failed to write the audit policy")

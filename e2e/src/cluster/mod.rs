@@ -411,6 +411,11 @@ impl Cluster {
         audit::read(&self.setup.audit_log())
     }
 
+    /// The file that [`Self::audit`] reads.
+    pub fn audit_log(&self) -> PathBuf {
+        self.setup.audit_log()
+    }
+
     /// Has the logs outlive the cluster, as after a panic.
     pub fn keep_logs(&self) {
         self.watcher.life_line().keep_logs();

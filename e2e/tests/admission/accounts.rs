@@ -3,7 +3,7 @@
 
 use anyhow::{Context as _, Result, bail, ensure};
 use k8s_openapi::api::authorization::v1::{ResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec};
-use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::core::v1::{Node, Pod};
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kerf_crds::GpuNode;
 use kerf_e2e::kerf::{Kerf, NAMESPACE};
@@ -41,7 +41,7 @@ const RIGHTS: &[(&str, &str, &str, &str, bool)] = &[
     ("operator", "delete", "/secrets", "kerf-system:kerf-webhook-certificate", false),
     ("operator", "update", "coordination.k8s.io/leases", "kube-system:kerf-operator", false),
     ("operator", "update", "coordination.k8s.io/leases", "kerf-system:another", false),
-    ("operator", "delete", "resource.k8s.io/resourceclaims", "", false),
+    ("operator", "delete", "resource.k8s.io/resourceclaims", "", true),
     ("operator", "delete", "resource.k8s.io/deviceclasses", "", false),
     ("operator", "patch", "/nodes", "", false),
     ("operator", "update", "kerf.dev/partitionpolicies", "", false),
@@ -56,7 +56,8 @@ const RIGHTS: &[(&str, &str, &str, &str, bool)] = &[
         false,
     ),
     ("operator", "create", "rbac.authorization.k8s.io/clusterrolebindings", "", false),
-    // The daemon reports. It reads no pod, and writes neither specs nor allocations.
+    // The daemon reports. It writes neither specs nor allocations, and has to do with no pod outside Kerf's namespace, where
+    // those of MPS servers are.
     ("node-daemon", "create", "resource.k8s.io/resourceslices", "", true),
     ("node-daemon", "get", "resource.k8s.io/resourceclaims", "", true),
     ("node-daemon", "create", "kerf.dev/gpunodes", "", true),
@@ -72,6 +73,14 @@ const RIGHTS: &[(&str, &str, &str, &str, bool)] = &[
     ("node-daemon", "list", "resource.k8s.io/resourceclaims", "", false),
     ("node-daemon", "create", "resource.k8s.io/resourceclaims", "", false),
     ("node-daemon", "list", "/pods", "", false),
+    ("node-daemon", "create", "/pods", "default:", false),
+    ("node-daemon", "watch", "/pods", "kerf-system:", true),
+    ("node-daemon", "create", "/pods", "kerf-system:", true),
+    ("node-daemon", "delete", "/pods", "kerf-system:", true),
+    ("node-daemon", "patch", "/pods", "kerf-system:", false),
+    ("node-daemon", "create", "/pods/exec", "kerf-system:", false),
+    ("node-daemon", "get", "/podtemplates", "kerf-system:mps-server", true),
+    ("node-daemon", "update", "/podtemplates", "kerf-system:mps-server", false),
     ("node-daemon", "list", "/secrets", "", false),
     ("node-daemon", "get", "/secrets", "kerf-system:kerf-webhook-certificate", false),
     ("node-daemon", "patch", "/nodes", "", false),
@@ -246,6 +255,57 @@ fn a_daemon_writes_only_its_own_slices() {
             .context("changing its own slice")?;
         slices.delete("slices-a", &DeleteParams::default()).await.context("deleting its own slice")?;
         others.delete("slices-b", &DeleteParams::default()).await.context("deleting the other's slice")?;
+        Ok(())
+    });
+}
+
+/// A pod as the daemon makes it for an MPS server.
+fn mps_server(node: &str) -> Value {
+    json!({
+        "metadata": { "name": format!("mps-{node}"), "labels": { "app.kubernetes.io/name": "kerf-mps-server" } },
+        "spec": {
+            "nodeName": node,
+            "automountServiceAccountToken": false,
+            "containers": [{ "name": "mps", "image": "i", "env": [{ "name": "KERF_GPU", "value": "gpu-0" }] }],
+            "volumes": [{ "name": "mps", "hostPath": { "path": "/run/kerf/mps" } }],
+        },
+    })
+}
+
+#[test]
+fn a_daemon_makes_pods_of_mps_servers_on_its_own_node_and_no_others() {
+    test(async |kerf| {
+        let (own, other) = ("mps-own", "mps-other");
+        let pods: Api<Pod> = Api::namespaced(daemon(kerf, Some(own)).await?, NAMESPACE);
+        let others: Api<Pod> = Api::namespaced(daemon(kerf, Some(other)).await?, NAMESPACE);
+        let dry = PostParams { dry_run: true, ..PostParams::default() };
+        let pod = |value: &Value| -> Result<Pod> { Ok(serde_json::from_value(value.clone())?) };
+        let labels = json!({ "app.kubernetes.io/name": "kerf-operator" });
+        let secret = json!([{ "name": "s", "secret": { "secretName": "kerf-webhook-certificate" } }]);
+        let variable = json!([{
+            "name": "S", "valueFrom": { "secretKeyRef": { "name": "kerf-webhook-certificate", "key": "tls.key" } },
+        }]);
+        for (what, path, value, words) in [
+            ("a pod on another node", "/spec/nodeName", json!(other), "its own node"),
+            ("a pod that looks like the operator's", "/metadata/labels", labels, "pods of MPS servers"),
+            ("a pod with a token", "/spec/automountServiceAccountToken", json!(true), "no service account"),
+            ("a pod with a secret", "/spec/volumes", secret, "hostPath and emptyDir only"),
+            ("a pod with a secret's value", "/spec/containers/0/env", variable, "from no Secret"),
+        ] {
+            let mut wrong = mps_server(own);
+            *wrong.pointer_mut(path).context("no such field")? = value;
+            forbidden(what, pods.create(&dry, &pod(&wrong)?).await, words)?;
+        }
+        let mut as_operator = mps_server(own);
+        as_operator["spec"]["serviceAccountName"] = json!("operator");
+        let outcome = pods.create(&dry, &pod(&as_operator)?).await;
+        forbidden("a pod of the operator's account", outcome, "no service account")?;
+        others.create(&PostParams::default(), &pod(&mps_server(other))?).await.context("the other's own")?;
+        let name = format!("mps-{other}");
+        let outcome = pods.delete(&name, &DeleteParams::default()).await;
+        forbidden("deleting another's pod", outcome, "its own node")?;
+        pods.create(&dry, &pod(&mps_server(own))?).await.context("its own")?;
+        others.delete(&name, &DeleteParams::default().grace_period(0)).await.context("deleting its own")?;
         Ok(())
     });
 }

@@ -5,6 +5,7 @@ mod accounts;
 mod certificates;
 mod claims;
 mod explain;
+mod gangs;
 mod manifests;
 mod pods;
 mod policies;

@@ -100,6 +100,7 @@ fn write_of(step: Step) -> Option<Matching> {
         Step::ReleaseHold | Step::ClearAllocation => write(Method::PUT, "/resourceclaims/", "/status", None),
         Step::RemoveEntry | Step::RestoreEntry => write(Method::PUT, "/gpunodes/", "", None),
         Step::EvictPod => write(Method::POST, "/pods/", "/eviction", None),
+        Step::DeleteClaim => write(Method::DELETE, "/resourceclaims/", "", None),
     }
 }
 
@@ -108,8 +109,8 @@ const PLAIN: [Step; 5] =
     [Step::RestoreEntry, Step::CreateClaim, Step::Allocate { hold: false }, Step::Ungate, Step::RemoveEntry];
 /// Those of a pod whose place does not work out.
 const TROUBLED: [Step; 3] = [Step::ClearAllocation, Step::Allocate { hold: true }, Step::ReleaseHold];
-/// Writes nothing, or only repairs what no single fault brings about; checked by the model and in process.
-const ELSEWHERE: [Step; 3] = [Step::Wait(Waiting::Plan), Step::ReadPod, Step::EvictPod];
+/// Writes nothing, only repairs what no single fault brings about, or is a gang's; checked by the model and in process.
+const ELSEWHERE: [Step; 4] = [Step::Wait(Waiting::Plan), Step::ReadPod, Step::EvictPod, Step::DeleteClaim];
 
 /// Fails to compile when a step is added: put it into one of the lists above.
 fn list_of(step: Step) -> &'static [Step] {
@@ -120,7 +121,7 @@ fn list_of(step: Step) -> &'static [Step] {
         | Step::Ungate
         | Step::RemoveEntry => &PLAIN,
         Step::ClearAllocation | Step::Allocate { hold: true } | Step::ReleaseHold => &TROUBLED,
-        Step::Wait(_) | Step::ReadPod | Step::EvictPod => &ELSEWHERE,
+        Step::Wait(_) | Step::ReadPod | Step::EvictPod | Step::DeleteClaim => &ELSEWHERE,
     }
 }
 

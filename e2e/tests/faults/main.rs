@@ -1,9 +1,13 @@
-//! Kerf with its parts killed, away and in error. Each test has a cluster of its own.
+//! Kerf with its parts killed, away and in error, and what needs a cluster that nobody else changes. Each test has one of its own.
 
 mod away;
 mod clients;
 mod crash;
 mod deployment;
 mod errors;
+mod gangs;
 mod moves;
 mod scheduling;
+mod servers;
+mod shares;
+mod whatif;

@@ -1,4 +1,4 @@
-//! Kerf at work: pods come and go, GPUs reshape. All tests share one cluster.
+//! Kerf at work: pods come and go, GPUs reshape. Nearly all tests share one cluster.
 
 mod drain;
 mod policy;

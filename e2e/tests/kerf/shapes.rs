@@ -59,6 +59,7 @@ fn pods_of_every_shape_get_what_each_container_asked_for() {
         whole_gpu_beside_mig(kerf, &namespace).await?;
         controllers(kerf, &namespace).await?;
         users_own_claim(kerf, &namespace).await?;
+        all_gpus(kerf, &namespace).await?;
         shared_claim(kerf, &namespace).await?;
         apply_twice(kerf, &namespace).await?;
         quota(kerf).await?;
@@ -196,6 +197,29 @@ async fn users_own_claim(kerf: &Kerf, namespace: &str) -> Result<()> {
     kerf.wait_running(namespace, "claimed-again").await?;
     kerf.delete_pod(namespace, "claimed-again").await?;
     claims.delete("by-need", &DeleteParams::default()).await?;
+    Ok(())
+}
+
+/// A claim for all GPUs of a node: none of them may be another's, and afterwards all are its own.
+async fn all_gpus(kerf: &Kerf, namespace: &str) -> Result<()> {
+    let claim = json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+        "metadata": { "name": "all", "namespace": namespace },
+        "spec": { "devices": { "requests": [
+            { "name": "gpus", "exactly": { "deviceClassName": "gpu.kerf.dev", "allocationMode": "All" } },
+        ] } },
+    });
+    apply_yaml(&kerf.client(), &claim.to_string()).await?;
+    kerf.create_pod(namespace, &on(NODE, gpu_pod("in-the-way", &[(&mig("1g.10gb"), 1)]))).await?;
+    kerf.wait_running(namespace, "in-the-way").await?;
+    kerf.create_pod(namespace, &claiming("all", "all")?).await?;
+    kerf.wait_reason(namespace, "all", "NoRoom").await?;
+    kerf.delete_pod(namespace, "in-the-way").await?;
+    let running = kerf.wait_running(namespace, "all").await?;
+    ensure!(running.whole_gpus.len() == 4, "all of 4 GPUs are {:?}", running.whole_gpus);
+    kerf.delete_pod(namespace, "all").await?;
+    let claims: Api<ResourceClaim> = Api::namespaced(kerf.client(), namespace);
+    claims.delete("all", &DeleteParams::default()).await?;
     Ok(())
 }
 

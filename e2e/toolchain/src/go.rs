@@ -88,6 +88,20 @@ const RECIPES: &[Recipe] = &[
     ),
 ];
 
+/// Plays the nodes of a large cluster: not built before somebody wants one.
+const KWOK: Recipe = recipe!("kwok",
+    versioned_by: "sigs.k8s.io/kwok",
+    packages: &[("sigs.k8s.io/kwok/cmd/kwok", "kwok")],
+    tags: "",
+    cgo: false,
+    about: "about a minute on 2 cores",
+);
+
+/// The program kwok.
+pub(crate) fn kwok(cache: &Path, progress: &dyn Fn(&str)) -> Result<PathBuf> {
+    Ok(build(cache, &KWOK, progress)?.join("kwok"))
+}
+
 /// Where each program of the recipes is.
 pub(crate) struct Programs(HashMap<&'static str, PathBuf>);
 
@@ -241,7 +255,7 @@ mod tests {
     #[test]
     fn every_recipe_names_a_version_and_unique_programs() {
         let mut names = Vec::new();
-        for recipe in RECIPES {
+        for recipe in RECIPES.iter().chain([&KWOK]) {
             assert!(recipe.version().unwrap().starts_with('v'), "{}", recipe.module);
             names.extend(recipe.packages.iter().map(|(_, name)| *name));
         }

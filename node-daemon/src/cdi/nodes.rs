@@ -45,6 +45,8 @@ pub struct DriverFiles {
     pub host_dev_root: PathBuf,
     /// Directory that has `proc`.
     pub proc_root: PathBuf,
+    /// Files of MPS servers, as the host sees them.
+    pub mps: crate::mps::Paths,
 }
 
 impl From<&Config> for DriverFiles {
@@ -53,6 +55,7 @@ impl From<&Config> for DriverFiles {
             dev_root: config.dev_root().to_owned(),
             host_dev_root: config.host_dev_root().to_owned(),
             proc_root: config.proc_root.clone(),
+            mps: crate::mps::Paths::new(config.host_mps_dir()),
         }
     }
 }
@@ -206,6 +209,7 @@ mod tests {
             dev_root: root.path().to_owned(),
             host_dev_root: "/run/nvidia/driver".into(),
             proc_root: root.path().to_owned(),
+            mps: crate::mps::Paths::new("/run/kerf/mps"),
         };
         (root, files)
     }

@@ -3,6 +3,7 @@
 use super::error::Failure;
 use super::geometry;
 use super::raw::{Library, RawInstance};
+use crate::inventory::ComputeMode;
 use crate::step::{Step, Target};
 
 /// Carries out a step on the GPU with this UUID: one call that changes something, after calls that only look. Each is
@@ -26,6 +27,11 @@ pub fn act(library: &Library, uuid: &str, step: &Step) -> Result<(), Failure> {
         }
         Step::Nothing | Step::Blocked(_) => Ok(()),
     }
+}
+
+/// Sets who may have contexts on a GPU.
+pub fn set_compute_mode(library: &Library, uuid: &str, mode: ComputeMode) -> Result<(), Failure> {
+    library.gpu(uuid)?.set_compute_mode(mode.0)
 }
 
 fn raw(target: &Target) -> RawInstance {

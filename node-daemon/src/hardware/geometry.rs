@@ -22,6 +22,8 @@ pub struct Known {
     pub mig_capable: bool,
     /// Its profiles; `None` until they could be read.
     pub geometry: Option<std::sync::Arc<Geometry>>,
+    /// How often the driver had gone when it was found to limit memory by cgroup.
+    pub limits_memory: Option<u64>,
     /// GPU-instance profile id → id of the compute-instance profile as wide as the instance.
     pub full_width: BTreeMap<u32, u32>,
 }

@@ -7,6 +7,7 @@ mod act;
 mod error;
 mod geometry;
 mod health;
+mod limits;
 mod observe;
 mod raw;
 
@@ -15,12 +16,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-pub use act::act;
+pub use act::{act, set_compute_mode};
 pub use error::{Code, Failure};
 pub use geometry::Known;
 pub use health::{is_device_failure, watch_xids};
-pub use observe::{Identity, observe};
-pub use raw::{Library, Xid};
+pub use limits::{Facts, facts, lift_memory_limit, limit_memory, memory_limits};
+pub use observe::{Identity, ProcessMemory, memory_by_process, observe};
+pub use raw::{Library, MemoryLimits, Xid};
 
 use raw::Named as _;
 

@@ -1,5 +1,6 @@
 //! One look at one GPU.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use super::error::{Code, Failure};
 use super::geometry::{self, Known};
 use super::raw::{Library, Named as _, ProcessKind, RawGpu, RawInstance, RawMigDevice, RawProcess};
 use crate::holders;
-use crate::inventory::{ComputeInstance, Gpu, Instance, Process};
+use crate::inventory::{ComputeInstance, ComputeMode, Gpu, Instance, Process};
 
 /// First architecture on which MIG mode is switched without a reset: `NVML_DEVICE_ARCH_HOPPER`.
 const ARCH_HOPPER: u32 = 9;
@@ -44,7 +45,8 @@ pub fn observe(
         refresh_geometry(&raw, &gpu, known)?;
     }
     gpu.geometry = known.geometry.clone();
-    let processes = processes(&raw)?;
+    let (processes, mps_clients) = processes(&raw)?;
+    gpu.mps_clients = named(mps_clients.iter().filter(|process| process.gpu_instance.is_none()));
     if gpu.mig.enabled {
         gpu.instances = instances(&raw, known, &processes)?;
     }
@@ -76,6 +78,7 @@ fn fixed_part(raw: &RawGpu<'_>, identity: &Identity) -> Result<Gpu, Failure> {
             Ok(memory) => memory.total.saturating_sub(memory.reserved),
             Err(_) => raw.total_memory()?,
         },
+        compute_mode: raw.compute_mode().map(ComputeMode).ok(),
         recovery_needed: raw.field(GPU_RECOVERY_ACTION).ok().map(|action| action != RECOVERY_ACTION_NONE),
         ..Gpu::default()
     })
@@ -243,20 +246,50 @@ fn compute_instances(
     Ok(list)
 }
 
-/// All processes on the GPU and its instances, each pid once for each place. A kind of list that the library does not
-/// have holds nobody.
-fn processes(raw: &RawGpu<'_>) -> Result<Vec<RawProcess>, Failure> {
-    let mut all: Vec<RawProcess> = Vec::new();
-    for kind in [ProcessKind::Compute, ProcessKind::Graphics, ProcessKind::Mps] {
-        match raw.processes(kind) {
-            Ok(list) => all.extend(list),
-            Err(failure) if matches!(failure.code, Code::NOT_SUPPORTED | Code::FUNCTION_NOT_FOUND) => {}
-            Err(failure) => return Err(failure),
+/// All processes on the GPU and its instances, each pid once for each place; and those that an MPS server lets in, which
+/// are among the first where they are in an instance. A kind of list that the library does not have holds nobody.
+fn processes(raw: &RawGpu<'_>) -> Result<(Vec<RawProcess>, Vec<RawProcess>), Failure> {
+    let mut all = listed(raw, ProcessKind::Compute)?;
+    all.extend(listed(raw, ProcessKind::Graphics)?);
+    let clients = listed(raw, ProcessKind::Mps)?;
+    all.extend(clients.iter().filter(|process| process.gpu_instance.is_some()));
+    let place = |process: &RawProcess| (process.gpu_instance, process.pid);
+    all.sort_unstable_by_key(place);
+    all.dedup_by_key(|process| place(process));
+    Ok((all, clients))
+}
+
+fn listed(raw: &RawGpu<'_>, kind: ProcessKind) -> Result<Vec<RawProcess>, Failure> {
+    match raw.processes(kind) {
+        Err(failure) if matches!(failure.code, Code::NOT_SUPPORTED | Code::FUNCTION_NOT_FOUND) => {
+            Ok(Vec::new())
+        }
+        answer => answer,
+    }
+}
+
+/// A process and the bytes of a GPU's memory that it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ProcessMemory {
+    pub pid: u32,
+    pub bytes: u64,
+    /// An MPS server let it in.
+    pub mps: bool,
+}
+
+/// The processes with a compute context on a GPU. One that is in both of NVML's lists has the same memory in both.
+pub fn memory_by_process(library: &Library, uuid: &str) -> Result<Vec<ProcessMemory>, Failure> {
+    let raw = library.gpu(uuid)?;
+    let mut all: BTreeMap<u32, ProcessMemory> = BTreeMap::new();
+    for (kind, by_mps) in [(ProcessKind::Compute, false), (ProcessKind::Mps, true)] {
+        for process in listed(&raw, kind)? {
+            let pid = process.pid;
+            let entry = all.entry(pid).or_insert(ProcessMemory { pid, bytes: 0, mps: by_mps });
+            entry.bytes = entry.bytes.max(process.memory.unwrap_or_default());
+            entry.mps |= by_mps;
         }
     }
-    all.sort_unstable_by_key(|process| (process.gpu_instance, process.pid));
-    all.dedup();
-    Ok(all)
+    Ok(all.into_values().collect())
 }
 
 fn named<'a>(processes: impl Iterator<Item = &'a RawProcess>) -> Vec<Process> {

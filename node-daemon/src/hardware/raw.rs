@@ -4,7 +4,8 @@
 //! id, since handles die with a reset, a driver reload or their instance.
 #![allow(unsafe_code)]
 
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, CString, c_char};
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
 use kerf_crds::gpu_node::Placement;
@@ -137,6 +138,44 @@ pub struct RawMigDevice {
 pub struct RawProcess {
     pub pid: u32,
     pub gpu_instance: Option<u32>,
+    /// Bytes of the GPU's memory that it uses, where the library can tell.
+    pub memory: Option<u64>,
+}
+
+/// What processes of a cgroup may have of a GPU's memory together, in bytes: `soft` of it whatever others need.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemoryLimits {
+    pub soft: u64,
+    pub hard: u64,
+}
+
+impl MemoryLimits {
+    /// None at all: as documented for `nvmlDeviceSetMemoryLimits`.
+    pub const NONE: Self = Self { soft: 0, hard: u64::MAX };
+
+    /// No more than so many bytes, and none of them guaranteed. All limits together are no more than the GPU has, so a
+    /// guarantee would give nothing; but one that was set when its cgroup goes stays with the cgroups above, which have the
+    /// sum of those below them, until the next boot.
+    pub fn at_most(bytes: u64) -> Self {
+        Self { soft: 0, hard: bytes }
+    }
+}
+
+/// As the library wants it: a path, and limits in bytes.
+#[repr(C)]
+struct SetMemoryLimits {
+    name_space: *const c_char,
+    soft: u64,
+    hard: u64,
+}
+
+/// As the library gives it.
+#[repr(C)]
+struct GetMemoryLimits {
+    name_space: *const c_char,
+    soft: u64,
+    hard: u64,
+    used: u64,
 }
 
 /// Kinds of process lists.
@@ -396,6 +435,52 @@ impl<'l> RawGpu<'l> {
         call!(self.library, nvmlComputeInstanceDestroy as "nvmlComputeInstanceDestroy"(handle))
     }
 
+    /// `NVML_COMPUTEMODE_*`.
+    pub fn compute_mode(&self) -> Result<u32> {
+        let mut mode = 0;
+        call!(self.library, nvmlDeviceGetComputeMode as "nvmlDeviceGetComputeMode"(self.handle(), &mut mode))?;
+        Ok(mode)
+    }
+
+    /// Sets the compute mode.
+    pub fn set_compute_mode(&self, mode: u32) -> Result<()> {
+        call!(self.library, nvmlDeviceSetComputeMode as "nvmlDeviceSetComputeMode"(self.handle(), mode))
+    }
+
+    /// Limits the memory of the processes of a cgroup, by its directory. FUNCTION_NOT_FOUND before driver 615.
+    pub fn set_memory_limits(&self, cgroup: &Path, limits: MemoryLimits) -> Result<()> {
+        const CALL: &str = "nvmlDeviceSetMemoryLimits";
+        let path = c_path(cgroup, CALL)?;
+        let argument = SetMemoryLimits { name_space: path.as_ptr(), soft: limits.soft, hard: limits.hard };
+        type Function = unsafe extern "C" fn(sys::nvmlDevice_t, *const SetMemoryLimits) -> sys::nvmlReturn_t;
+        // SAFETY: the type is the function's documented one (nvml.h of CUDA 13.4), which the bindings do not have yet;
+        // the path lives until the call is back.
+        let code = unsafe {
+            match self.library.sys.__library.get::<Function>(b"nvmlDeviceSetMemoryLimits_v1\0") {
+                Ok(function) => function(self.handle(), &argument),
+                Err(_) => sys::nvmlReturn_enum_NVML_ERROR_FUNCTION_NOT_FOUND,
+            }
+        };
+        status(CALL, code)
+    }
+
+    /// The limits of a cgroup, and the bytes that its processes use. NOT_FOUND, or NOT_SUPPORTED, if it has none.
+    pub fn memory_limits(&self, cgroup: &Path) -> Result<(MemoryLimits, u64)> {
+        const CALL: &str = "nvmlDeviceGetMemoryLimits";
+        let path = c_path(cgroup, CALL)?;
+        let mut argument = GetMemoryLimits { name_space: path.as_ptr(), soft: 0, hard: 0, used: 0 };
+        type Function = unsafe extern "C" fn(sys::nvmlDevice_t, *mut GetMemoryLimits) -> sys::nvmlReturn_t;
+        // SAFETY: as above.
+        let code = unsafe {
+            match self.library.sys.__library.get::<Function>(b"nvmlDeviceGetMemoryLimits_v1\0") {
+                Ok(function) => function(self.handle(), &mut argument),
+                Err(_) => sys::nvmlReturn_enum_NVML_ERROR_FUNCTION_NOT_FOUND,
+            }
+        };
+        status(CALL, code)?;
+        Ok((MemoryLimits { soft: argument.soft, hard: argument.hard }, argument.used))
+    }
+
     /// Every MIG device of the GPU. Positions in NVML's list shift as instances come and go, so none is remembered.
     pub fn mig_devices(&self) -> Result<Vec<RawMigDevice>> {
         let mut max = 0;
@@ -448,6 +533,8 @@ impl<'l> RawGpu<'l> {
                     let process = |info: &sys::nvmlProcessInfo_t| RawProcess {
                         pid: info.pid,
                         gpu_instance: Some(info.gpuInstanceId).filter(|id| *id != NO_INSTANCE),
+                        // NVML_VALUE_NOT_AVAILABLE is the greatest number.
+                        memory: Some(info.usedGpuMemory).filter(|bytes| *bytes != u64::MAX),
                     };
                     return Ok(list.iter().map(process).collect());
                 }
@@ -541,6 +628,17 @@ impl Drop for XidWatch<'_> {
         // There is nothing to be done about a failure.
         let _ = call!(self.library, nvmlEventSetFree as "nvmlEventSetFree"(self.set));
     }
+}
+
+fn status(call: &'static str, code: sys::nvmlReturn_t) -> Result<()> {
+    match code {
+        sys::nvmlReturn_enum_NVML_SUCCESS => Ok(()),
+        code => Err(Failure { call, code: Code(code) }),
+    }
+}
+
+fn c_path(path: &Path, call: &'static str) -> Result<CString> {
+    CString::new(path.as_os_str().as_bytes()).map_err(|_| Failure { call, code: Code::INVALID_ARGUMENT })
 }
 
 /// `NVML_STRUCT_VERSION`.

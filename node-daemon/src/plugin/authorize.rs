@@ -6,10 +6,14 @@
 //! It says which claim. Which of the pods that share the claim, kubelet checks against the claim's `reservedFor`: the pod
 //! that the entry names is the one that it was made for, and may be over while another of them starts.
 
-use k8s_openapi::api::resource::v1::{DeviceRequestAllocationResult, ResourceClaim};
+use k8s_openapi::api::resource::v1::{
+    DeviceRequestAllocationResult, ResourceClaim, ResourceClaimConsumerReference,
+};
 use kerf_crds::GpuNodeSpec;
-use kerf_crds::gpu_node::{ClaimOwner, ClaimReference, Owner, Partition, Reason, WantedInstance};
-use kerf_crds::names::{DRIVER, instance_device};
+use kerf_crds::gpu_node::{
+    ClaimOwner, ClaimReference, Owner, Partition, PodReference, Reason, WantedInstance, WantedShare,
+};
+use kerf_crds::names::{DRIVER, instance_device, share_device};
 
 use crate::inventory::{Gpu, Instance, Inventory, Process};
 use crate::prepared::{DeviceKey, Prepared, PreparedClaims, PreparedDevice, holders};
@@ -41,6 +45,16 @@ pub enum PrepareError {
         "claim {0} is allocated, but reserved for no pod; kube-scheduler or Kerf's operator reserves it for the pods that use it"
     )]
     NotReserved(String),
+    #[error(
+        "claim {claim} has a share, and is reserved for {pods} pods; a share's limit is on its one pod, so each pod needs a claim of its own (a ResourceClaimTemplate makes them)"
+    )]
+    SharedShare { claim: String, pods: usize },
+    #[error(
+        "claim {claim}, request '{request}' has {count} shares; a process talks to one MPS server at a time, so a container can use one share: make a request of each, for a container of its own"
+    )]
+    SeveralShares { claim: String, request: String, count: usize },
+    #[error("{device}: share {share} of {gpu} is not in force: {why}")]
+    NotInForce { device: String, share: String, gpu: String, why: String },
     #[error("{device}: no GPU {gpu} on this node")]
     NoSuchGpu { device: String, gpu: String },
     #[error("{device}: GPU {gpu} is not managed by Kerf: {} ({})", .why.message, .why.reason)]
@@ -59,6 +73,10 @@ pub enum PrepareError {
     Held { device: String, by: ClaimReference },
     #[error("{device} is still used by {processes}; it passes on when no process is on it")]
     InUse { device: String, processes: String },
+    #[error(
+        "{device}: GPU {gpu} still has what carried its shares; it passes on when its MPS server has gone and its compute mode is what it was"
+    )]
+    CarriesShares { device: String, gpu: String },
     #[error("{device}: GpuNode '{node}' now plans its place for claim {other}")]
     PassedOn { device: String, node: String, other: String },
     #[error("this daemon has not read {0} yet")]
@@ -76,13 +94,17 @@ impl PrepareError {
             | Self::NotReserved(_)
             | Self::Unavailable { .. }
             | Self::NotThere { .. }
+            | Self::NotInForce { .. }
             | Self::Held { .. }
             | Self::InUse { .. }
+            | Self::CarriesShares { .. }
             | Self::PassedOn { .. }
             | Self::NotRead(_) => true,
             Self::NotFound(_)
             | Self::OtherUid { .. }
             | Self::OtherNode { .. }
+            | Self::SharedShare { .. }
+            | Self::SeveralShares { .. }
             | Self::NoSuchGpu { .. }
             | Self::Unmanaged { .. }
             | Self::Unhealthy { .. }
@@ -90,6 +112,9 @@ impl PrepareError {
         }
     }
 }
+
+/// The devices of a claim, and the one pod that it is for where it has a share.
+pub type Authorized = (Vec<PreparedDevice>, Option<PodReference>);
 
 /// The devices of `claim`, all of them there and free, or why not.
 ///
@@ -102,7 +127,7 @@ pub fn authorize(
     spec: &GpuNodeSpec,
     inventory: &Inventory,
     prepared: &PreparedClaims,
-) -> Result<Vec<PreparedDevice>, PrepareError> {
+) -> Result<Authorized, PrepareError> {
     let name = claim_name(asked);
     let found = claim.metadata.uid.as_deref().unwrap_or_default();
     if found != asked.uid {
@@ -119,7 +144,9 @@ pub fn authorize(
     if !is_reserved_for_pods(claim) {
         return Err(PrepareError::NotReserved(name));
     }
-    ours.into_iter()
+    let pod = pod_of_shares(claim, &name, asked, &ours)?;
+    let devices = ours
+        .into_iter()
         .map(|result| {
             if result.pool != node {
                 return Err(PrepareError::OtherNode {
@@ -130,11 +157,38 @@ pub fn authorize(
                 });
             }
             let partition = planned(asked, result, node, spec, inventory)?;
-            let device = present(&partition.gpu, partition.instance.as_ref(), &result.device, inventory)?;
+            let device = present(partition, &result.device, inventory)?;
             device.free(&result.device, &asked.uid, prepared)?;
             Ok(device.into_prepared(&result.request, &result.device))
         })
-        .collect()
+        .collect::<Result<_, _>>()?;
+    Ok((devices, pod))
+}
+
+/// The pod whose shares the claim has; `None` if it has none.
+fn pod_of_shares(
+    claim: &ResourceClaim,
+    name: &str,
+    asked: &ClaimReference,
+    ours: &[&DeviceRequestAllocationResult],
+) -> Result<Option<PodReference>, PrepareError> {
+    let shares: Vec<_> = ours.iter().filter(|result| result.share_id.is_some()).collect();
+    for share in &shares {
+        let count = shares.iter().filter(|other| other.request == share.request).count();
+        if count > 1 {
+            let request = share.request.clone();
+            return Err(PrepareError::SeveralShares { claim: name.to_owned(), request, count });
+        }
+    }
+    match pods(claim).collect::<Vec<_>>().as_slice() {
+        _ if shares.is_empty() => Ok(None),
+        [pod] => Ok(Some(PodReference {
+            namespace: asked.namespace.clone(),
+            name: pod.name.clone(),
+            uid: pod.uid.clone(),
+        })),
+        pods => Err(PrepareError::SharedShare { claim: name.to_owned(), pods: pods.len() }),
+    }
 }
 
 /// Whether the devices of a claim that is prepared already are still there; the result has their present UUIDs, which a
@@ -165,9 +219,10 @@ fn confirm_one(
         });
     }
     let gpu = gpu_of(inventory, &device.key.gpu, &device.device)?;
-    let found = match device.key.placement {
-        None => whole(gpu, &device.device)?,
-        Some(placement) => {
+    let found = match (device.key.placement, &device.share) {
+        (None, None) => whole(gpu, &device.device)?,
+        (None, Some(wanted)) => share(gpu, wanted, &device.device)?,
+        (Some(placement), _) => {
             let instance = gpu.instance_at(placement).filter(|instance| {
                 instance_device(&gpu.name, instance.profile_id, placement.start) == device.device
             });
@@ -185,7 +240,7 @@ fn owner_of<'a>(spec: &'a GpuNodeSpec, key: &DeviceKey, own: &ClaimReference) ->
     spec.partitions.iter().find_map(|partition| match &partition.owner {
         Owner::Claim(owner)
             if (&owner.namespace, &owner.name) != (&own.namespace, &own.name)
-                && key_of(&partition.gpu, partition.instance.as_ref()).overlaps(key) =>
+                && key_of(partition).overlaps(key) =>
         {
             Some(owner)
         }
@@ -204,8 +259,13 @@ fn results(claim: &ResourceClaim) -> impl Iterator<Item = &DeviceRequestAllocati
 
 /// Not by the operator's hold alone.
 fn is_reserved_for_pods(claim: &ResourceClaim) -> bool {
+    pods(claim).next().is_some()
+}
+
+/// The pods that the claim is reserved for.
+fn pods(claim: &ResourceClaim) -> impl Iterator<Item = &ResourceClaimConsumerReference> {
     let reserved = claim.status.as_ref().and_then(|status| status.reserved_for.as_ref());
-    reserved.into_iter().flatten().any(|consumer| {
+    reserved.into_iter().flatten().filter(|consumer| {
         consumer.resource == "pods" && consumer.api_group.as_deref().unwrap_or_default().is_empty()
     })
 }
@@ -233,12 +293,22 @@ fn planned<'a>(
             node: node.to_owned(),
         });
     }
-    let names: Vec<String> = mine.iter().map(|partition| planned_name(partition, inventory)).collect();
-    let Some(index) = names.iter().position(|name| *name == result.device) else {
+    let with_share = |name: &str, share: Option<&String>| match share {
+        Some(id) => format!("{name} (share {id})"),
+        None => name.to_owned(),
+    };
+    let names: Vec<String> = mine
+        .iter()
+        .map(|partition| {
+            with_share(&planned_name(partition, inventory), partition.share.as_ref().map(|share| &share.id))
+        })
+        .collect();
+    let allocated = with_share(&result.device, result.share_id.as_ref());
+    let Some(index) = names.iter().position(|name| *name == allocated) else {
         return Err(PrepareError::OtherDevice {
             claim: claim_name(asked),
             request: result.request.clone(),
-            device: result.device.clone(),
+            device: allocated,
             node: node.to_owned(),
             planned: names.join(", "),
         });
@@ -251,7 +321,12 @@ fn planned_name(partition: &Partition, inventory: &Inventory) -> String {
     let Some(gpu) = inventory.gpu(&partition.gpu) else {
         return format!("a device on {}, which this node does not have", partition.gpu);
     };
-    let Some(wanted) = &partition.instance else { return gpu.name.clone() };
+    let Some(wanted) = &partition.instance else {
+        return match partition.share {
+            Some(_) => share_device(&gpu.name),
+            None => gpu.name.clone(),
+        };
+    };
     let known = gpu.geometry.as_ref().and_then(|geometry| geometry.profile(&wanted.profile)).map(|p| p.id);
     // Where the geometry cannot be read at the moment, an instance that is there knows its profile's id.
     let there = || {
@@ -267,16 +342,16 @@ fn planned_name(partition: &Partition, inventory: &Inventory) -> String {
 /// A device that exists, whole and healthy.
 enum Present<'a> {
     Whole(&'a Gpu),
+    Share(&'a Gpu, WantedShare),
     Instance(&'a Gpu, &'a Instance, &'a str),
 }
 
 fn present<'a>(
-    gpu: &str,
-    wanted: Option<&WantedInstance>,
+    partition: &Partition,
     device: &str,
     inventory: &'a Inventory,
 ) -> Result<Present<'a>, PrepareError> {
-    let gpu = gpu_of(inventory, gpu, device)?;
+    let gpu = gpu_of(inventory, &partition.gpu, device)?;
     if let Some(why) = &gpu.unmanaged {
         return Err(PrepareError::Unmanaged {
             device: device.to_owned(),
@@ -284,7 +359,15 @@ fn present<'a>(
             why: why.clone(),
         });
     }
-    let Some(wanted) = wanted else { return whole(gpu, device) };
+    let wanted: &WantedInstance = match (&partition.instance, &partition.share) {
+        (None, None) => return whole(gpu, device),
+        (None, Some(wanted)) => return share(gpu, wanted, device),
+        (Some(_), Some(wanted)) => {
+            let why = "shares of MIG instances are not carried yet".to_owned();
+            return Err(not_in_force(gpu, wanted, device, why));
+        }
+        (Some(wanted), None) => wanted,
+    };
     let instance = gpu.instance_at(wanted.placement);
     if instance.is_some_and(|instance| instance.foreign) {
         return Err(PrepareError::Foreign { device: device.to_owned() });
@@ -317,6 +400,28 @@ fn whole<'a>(gpu: &'a Gpu, device: &str) -> Result<Present<'a>, PrepareError> {
     Ok(Present::Whole(gpu))
 }
 
+/// A share whose limits have been read back.
+fn share<'a>(gpu: &'a Gpu, wanted: &WantedShare, device: &str) -> Result<Present<'a>, PrepareError> {
+    whole(gpu, device)?;
+    let why = match gpu.shares.iter().find(|share| share.id == wanted.id && share.placement.is_none()) {
+        None => "the daemon has not come to it yet".to_owned(),
+        Some(share) => match &share.problem {
+            None => return Ok(Present::Share(gpu, wanted.clone())),
+            Some(why) => format!("{} ({})", why.message, why.reason),
+        },
+    };
+    Err(not_in_force(gpu, wanted, device, why))
+}
+
+fn not_in_force(gpu: &Gpu, wanted: &WantedShare, device: &str, why: String) -> PrepareError {
+    PrepareError::NotInForce {
+        device: device.to_owned(),
+        share: wanted.id.clone(),
+        gpu: gpu.uuid.clone(),
+        why,
+    }
+}
+
 fn complete<'a>(
     gpu: &'a Gpu,
     instance: Option<&'a Instance>,
@@ -337,16 +442,15 @@ fn complete<'a>(
 impl Present<'_> {
     fn key(&self) -> DeviceKey {
         match self {
-            Self::Whole(gpu) => DeviceKey { gpu: gpu.uuid.clone(), placement: None },
-            Self::Instance(gpu, instance, _) => {
-                DeviceKey { gpu: gpu.uuid.clone(), placement: Some(instance.placement) }
-            }
+            Self::Whole(gpu) => DeviceKey::gpu(&gpu.uuid),
+            Self::Share(gpu, share) => DeviceKey::share(&gpu.uuid, &share.id),
+            Self::Instance(gpu, instance, _) => DeviceKey::instance(&gpu.uuid, instance.placement),
         }
     }
 
     fn uuid(&self) -> &str {
         match self {
-            Self::Whole(gpu) => &gpu.uuid,
+            Self::Whole(gpu) | Self::Share(gpu, _) => &gpu.uuid,
             Self::Instance(_, _, uuid) => uuid,
         }
     }
@@ -358,6 +462,8 @@ impl Present<'_> {
     fn processes(&self) -> &[Process] {
         match self {
             Self::Whole(gpu) => &gpu.processes,
+            // Clients of the other shares, and none of this one before it is given out.
+            Self::Share(..) => &[],
             Self::Instance(_, instance, _) => &instance.processes,
         }
     }
@@ -371,6 +477,11 @@ impl Present<'_> {
             let processes: Vec<_> = self.processes().iter().map(ToString::to_string).collect();
             return Err(PrepareError::InUse { device: device.to_owned(), processes: processes.join(", ") });
         }
+        if let Self::Whole(gpu) = self
+            && gpu.carries
+        {
+            return Err(PrepareError::CarriesShares { device: device.to_owned(), gpu: gpu.uuid.clone() });
+        }
         Ok(())
     }
 
@@ -381,12 +492,20 @@ impl Present<'_> {
             key: self.key(),
             uuid: self.uuid().to_owned(),
             cdi: Vec::new(),
+            share: match self {
+                Self::Share(_, share) => Some(share),
+                _ => None,
+            },
         }
     }
 }
 
-fn key_of(gpu: &str, instance: Option<&WantedInstance>) -> DeviceKey {
-    DeviceKey { gpu: gpu.to_owned(), placement: instance.map(|wanted| wanted.placement) }
+fn key_of(partition: &Partition) -> DeviceKey {
+    DeviceKey {
+        gpu: partition.gpu.clone(),
+        placement: partition.instance.as_ref().map(|wanted| wanted.placement),
+        share: partition.share.as_ref().map(|share| share.id.clone()),
+    }
 }
 
 pub(super) fn claim_name(claim: &ClaimReference) -> String {

@@ -163,7 +163,7 @@ mod tests {
 
     fn prepared(uid: &str) -> Prepared {
         let claim = ClaimReference { namespace: "ns".into(), name: "c".into(), uid: uid.into() };
-        Prepared { claim, devices: vec![] }
+        Prepared { claim, pod: None, devices: vec![] }
     }
 
     fn spec(prepared: &Prepared) -> Spec {

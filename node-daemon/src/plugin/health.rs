@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use kerf_crds::gpu_node::Reason;
-use kerf_crds::names::instance_device;
+use kerf_crds::names::{instance_device, share_device};
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
@@ -117,6 +117,9 @@ fn health_of(inventory: Option<&Inventory>, prepared: &PreparedClaims) -> BTreeM
         .collect();
     for gpu in &inventory.gpus {
         health.insert(gpu.name.clone(), Health::of(gpu.unhealthy.as_ref()));
+        if gpu.sharing.is_some() || !gpu.shares.is_empty() {
+            health.insert(share_device(&gpu.name), Health::of(gpu.unhealthy.as_ref()));
+        }
         for instance in gpu.instances.iter().filter(|instance| instance.device().is_some()) {
             let name = instance_device(&gpu.name, instance.profile_id, instance.placement.start);
             health.insert(name, Health::of(gpu.unhealthy.as_ref().or(instance.unhealthy.as_ref())));

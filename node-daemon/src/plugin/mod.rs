@@ -21,6 +21,7 @@
 mod authorize;
 mod checkpoint;
 mod health;
+mod limits;
 mod prepare;
 mod proto;
 mod reader;
@@ -36,6 +37,8 @@ mod tests;
 
 pub use authorize::{PrepareError, authorize, confirm};
 pub use checkpoint::{Checkpoint, Recovered};
+pub(crate) use limits::shares_of;
+pub use limits::{LimitError, PodLimits};
 pub use reader::{ClaimReader, ReadError, from_api};
 pub use reconcile::{claims_in_status, restore};
 pub use server::Plugin;

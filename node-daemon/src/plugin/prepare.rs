@@ -10,8 +10,9 @@ use kerf_crds::conditions::node_reason;
 use kerf_crds::gpu_node::{ClaimReference, Reason};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-use super::authorize::{PrepareError, authorize, claim_name, confirm};
+use super::authorize::{Authorized, PrepareError, authorize, claim_name, confirm};
 use super::checkpoint::{Checkpoint, is_uid};
+use super::limits::{LimitError, PodLimits};
 use super::reader::{ClaimReader, ReadError};
 use crate::cdi::{
     CdiStore, ContainerEdits, DriverFiles, NodesError, Toolkit, ToolkitError, claim_spec, device_id,
@@ -44,6 +45,8 @@ pub enum Failure {
     #[error("the driver's libraries are not known: {0}")]
     Toolkit(#[from] ToolkitError),
     #[error("{0}")]
+    Limit(#[from] LimitError),
+    #[error("{0}")]
     Io(#[from] io::Error),
     #[error("'{0}' is not a UID: letters, digits and '-' only")]
     NotAUid(String),
@@ -62,7 +65,7 @@ impl Failure {
             // A device is condemned while it is destroyed, and held until its holder's Unprepare.
             Self::Store(Refused::Held { .. } | Refused::Condemned { .. }) => true,
             // The instance was destroyed and made again between the scan and now, or its files are on their way.
-            Self::Nodes(_) | Self::Toolkit(_) | Self::Read { .. } => true,
+            Self::Nodes(_) | Self::Toolkit(_) | Self::Read { .. } | Self::Limit(_) => true,
             Self::Io(_) | Self::NotAUid(_) => false,
         }
     }
@@ -88,6 +91,7 @@ pub struct Preparer {
     pub toolkit: Arc<Toolkit>,
     pub reader: ClaimReader,
     pub locks: ClaimLocks,
+    pub limits: PodLimits,
 }
 
 impl Preparer {
@@ -119,7 +123,7 @@ impl Preparer {
                 self.state.request_scan();
                 waited = true;
             }
-            if matches!(failure, Failure::Nodes(_)) {
+            if matches!(failure, Failure::Nodes(_) | Failure::Limit(_)) {
                 // The attempt itself recorded and forgot the claim: no news to wake up for.
                 prepared.borrow_and_update();
             }
@@ -155,12 +159,16 @@ impl Preparer {
             .map_err(|_| PrepareError::NotRead("the list of the driver's files"))??;
         // Looked at again: between this and the record nothing waits, so no worker changes a device in between.
         let known = self.state.prepared.snapshot();
-        let (devices, _) = self.devices(asked, claim.as_ref())?;
-        let record = Prepared { claim: asked.clone(), devices: with_cdi(&asked.uid, devices) };
+        let ((devices, pod), inventory) = self.devices(asked, claim.as_ref())?;
+        let record = Prepared { claim: asked.clone(), pod, devices: with_cdi(&asked.uid, devices) };
         // In memory first: from here on nobody destroys the devices or gets them for another claim.
         self.state.prepared.record(record.clone())?;
-        let written = self.write(record.clone(), common).await;
-        if let Err(error) = written {
+        let snapshot = || self.state.prepared.snapshot();
+        let done = match self.limits.enforce(&record, &inventory, snapshot).await {
+            Ok(()) => self.write(record.clone(), common).await,
+            Err(error) => Err(error.into()),
+        };
+        if let Err(error) = done {
             // A claim that was not prepared before is not half prepared now.
             if !known.contains_key(&asked.uid) {
                 self.forget(&asked.uid).await?;
@@ -171,26 +179,27 @@ impl Preparer {
         Ok(record)
     }
 
-    /// The devices that the claim may have by all that is known now, and the inventory that says so.
+    /// The devices that the claim may have by all that is known now, the pod that it is for where that matters, and the
+    /// inventory that says so.
     fn devices(
         &self,
         asked: &ClaimReference,
         claim: Option<&ResourceClaim>,
-    ) -> Result<(Vec<PreparedDevice>, Arc<Inventory>), Failure> {
+    ) -> Result<(Authorized, Arc<Inventory>), Failure> {
         let inventory = self.state.latest().ok_or(PrepareError::NotRead("the node's GPUs"))?;
         let spec = self.state.seen_spec();
         let spec = spec.as_deref().map(|seen| &seen.spec);
         let known = self.state.prepared.snapshot();
         let node = &self.state.node_name;
-        let devices = match (known.get(&asked.uid), claim) {
-            (Some(record), _) => confirm(record, node, spec, &inventory)?,
+        let authorized = match (known.get(&asked.uid), claim) {
+            (Some(record), _) => (confirm(record, node, spec, &inventory)?, record.pod.clone()),
             (None, Some(claim)) => {
                 let spec = spec.ok_or(PrepareError::NotRead("its node's GpuNode"))?;
                 authorize(claim, asked, node, spec, &inventory, &known)?
             }
             (None, None) => return Err(PrepareError::NotRead("the claim").into()),
         };
-        Ok((devices, inventory))
+        Ok((authorized, inventory))
     }
 
     /// What the toolkit says of the driver's files; whether it can is shown on the GpuNode.
@@ -268,9 +277,19 @@ impl Preparer {
         Ok(())
     }
 
-    /// CDI spec, record, memory: a crash in between leaves a record, and kubelet asks again.
+    /// Limits, CDI spec, record, memory: a crash in between leaves a record, and kubelet asks again.
     async fn forget(&self, claim_uid: &str) -> Result<(), Failure> {
         let (this, uid) = (self.clone(), claim_uid.to_owned());
+        let record = self.state.prepared.snapshot().get(claim_uid).cloned();
+        if let Some(record) = &record {
+            // Before the record goes: after a crash it is done again.
+            let others = || {
+                let mut others = (*self.state.prepared.snapshot()).clone();
+                others.remove(claim_uid);
+                Arc::new(others)
+            };
+            self.limits.lift(record, others).await;
+        }
         blocking(move || {
             this.cdi.remove(&uid)?;
             this.checkpoint.remove(&uid)?;
@@ -290,7 +309,7 @@ impl Preparer {
         let spec = self.state.seen_spec();
         let spec = spec.as_deref().map(|seen| &seen.spec);
         let Ok(devices) = confirm(record, &self.state.node_name, spec, &inventory) else { return Ok(false) };
-        let record = Prepared { claim: record.claim.clone(), devices };
+        let record = Prepared { claim: record.claim.clone(), pod: record.pod.clone(), devices };
         let common = self.libraries(&inventory.driver_version).await?;
         self.state.prepared.record(record.clone())?;
         let this = self.clone();
@@ -305,7 +324,7 @@ impl Preparer {
 
 fn with_cdi(claim_uid: &str, mut devices: Vec<PreparedDevice>) -> Vec<PreparedDevice> {
     for device in &mut devices {
-        device.cdi = vec![device_id(claim_uid, &device.device)];
+        device.cdi = vec![device_id(claim_uid, &device.device, device.key.share.as_deref())];
     }
     devices
 }

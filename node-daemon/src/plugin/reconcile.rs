@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::io;
 use std::time::Duration;
 
-use kerf_crds::gpu_node::{ClaimReference, Gpu, Owner};
-use kerf_crds::names::{DRIVER, instance_device};
+use kerf_crds::gpu_node::{ClaimOwner, ClaimReference, Gpu, Owner, PodReference, WantedShare};
+use kerf_crds::names::{DRIVER, instance_device, share_device};
 use kerf_crds::{GpuNodeSpec, GpuNodeStatus};
 
 use super::authorize::{claim_name, confirm};
@@ -31,20 +31,37 @@ pub fn claims_in_status(spec: &GpuNodeSpec, status: &GpuNodeStatus) -> PreparedC
     for gpu in &status.gpus {
         let mut add = |claim: &ClaimReference, key: DeviceKey, device: String, uuid: String| {
             let request = request_of(spec, claim, &key);
-            let cdi = vec![crate::cdi::device_id(&claim.uid, &device)];
-            claims
-                .entry(claim.uid.clone())
-                .or_insert_with(|| Prepared { claim: claim.clone(), devices: Vec::new() })
-                .devices
-                .push(PreparedDevice { request, device, key, uuid, cdi });
+            let cdi = vec![crate::cdi::device_id(&claim.uid, &device, key.share.as_deref())];
+            let record = claims.entry(claim.uid.clone()).or_insert_with(|| Prepared {
+                claim: claim.clone(),
+                pod: None,
+                devices: Vec::new(),
+            });
+            let share = gpu.shares.iter().find(|share| Some(&share.id) == key.share.as_ref()).map(|share| {
+                record.pod = record.pod.take().or_else(|| pod_of(spec, claim, &key));
+                // What is in force, where what was wanted is not to be found any more.
+                wanted_share(spec, &share.id).unwrap_or_else(|| WantedShare {
+                    id: share.id.clone(),
+                    memory_bytes: share.memory_bytes,
+                    compute_milli: share.compute_percent * 1000,
+                    isolation: share.isolation,
+                })
+            });
+            record.devices.push(PreparedDevice { request, device, key, uuid, cdi, share });
         };
         for claim in &gpu.claims {
-            let key = DeviceKey { gpu: gpu.uuid.clone(), placement: None };
+            let key = DeviceKey::gpu(&gpu.uuid);
             add(claim, key, gpu.name.clone(), gpu.uuid.clone());
+        }
+        for share in gpu.shares.iter().filter(|share| share.placement.is_none()) {
+            for claim in &share.claims {
+                let key = DeviceKey::share(&gpu.uuid, &share.id);
+                add(claim, key, share_device(&gpu.name), gpu.uuid.clone());
+            }
         }
         for instance in &gpu.instances {
             for claim in &instance.claims {
-                let key = DeviceKey { gpu: gpu.uuid.clone(), placement: Some(instance.placement) };
+                let key = DeviceKey::instance(&gpu.uuid, instance.placement);
                 let device = device_name(status, gpu, instance);
                 add(claim, key, device, instance.uuid.clone().unwrap_or_default());
             }
@@ -62,17 +79,38 @@ fn device_name(status: &GpuNodeStatus, gpu: &Gpu, instance: &kerf_crds::gpu_node
 }
 
 fn request_of(spec: &GpuNodeSpec, claim: &ClaimReference, key: &DeviceKey) -> String {
-    let request = spec.partitions.iter().find_map(|partition| match &partition.owner {
+    owner_of(spec, claim, key).map(|owner| owner.request.clone()).unwrap_or_default()
+}
+
+fn pod_of(spec: &GpuNodeSpec, claim: &ClaimReference, key: &DeviceKey) -> Option<PodReference> {
+    owner_of(spec, claim, key).map(|owner| PodReference {
+        namespace: owner.namespace.clone(),
+        name: owner.pod.clone(),
+        uid: owner.pod_uid.clone(),
+    })
+}
+
+fn wanted_share(spec: &GpuNodeSpec, id: &str) -> Option<WantedShare> {
+    spec.partitions
+        .iter()
+        .filter_map(|partition| partition.share.as_ref())
+        .find(|share| share.id == id)
+        .cloned()
+}
+
+/// What the spec says of a claim and a device of its.
+fn owner_of<'a>(spec: &'a GpuNodeSpec, claim: &ClaimReference, key: &DeviceKey) -> Option<&'a ClaimOwner> {
+    spec.partitions.iter().find_map(|partition| match &partition.owner {
         Owner::Claim(owner)
             if (&owner.namespace, &owner.name) == (&claim.namespace, &claim.name)
                 && partition.gpu == key.gpu
-                && partition.instance.as_ref().map(|wanted| wanted.placement) == key.placement =>
+                && partition.instance.as_ref().map(|wanted| wanted.placement) == key.placement
+                && partition.share.as_ref().map(|share| &share.id) == key.share.as_ref() =>
         {
-            Some(owner.request.clone())
+            Some(owner)
         }
         _ => None,
-    });
-    request.unwrap_or_default()
+    })
 }
 
 /// Puts claims that only the last report knew of back into checkpoint and memory; returns how many. To be called when
@@ -214,6 +252,9 @@ impl Preparer {
         };
         record.devices.iter().any(|device| {
             let Some(gpu) = inventory.gpu(&device.key.gpu) else { return false };
+            if let Some(id) = &device.key.share {
+                return gpu.shares.iter().any(|share| share.id == *id && share.processes > 0);
+            }
             match device.key.placement {
                 None => !gpu.processes.is_empty(),
                 Some(placement) => gpu.instances.iter().any(|instance| {

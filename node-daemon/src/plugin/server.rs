@@ -11,6 +11,7 @@ use tonic::transport::Server;
 
 use super::checkpoint::Checkpoint;
 use super::health::HealthService;
+use super::limits::PodLimits;
 use super::prepare::{ClaimLocks, PATIENCE, Preparer};
 use super::proto::dra::dra_plugin_server::DraPluginServer;
 use super::proto::health::dra_resource_health_server::DraResourceHealthServer;
@@ -47,7 +48,13 @@ impl std::fmt::Debug for Plugin {
 
 impl Plugin {
     /// `checkpoint` is the one that `state`'s prepared claims were recovered from.
-    pub fn new(config: &Config, state: NodeState, checkpoint: Checkpoint, reader: ClaimReader) -> Self {
+    pub fn new(
+        config: &Config,
+        state: NodeState,
+        checkpoint: Checkpoint,
+        reader: ClaimReader,
+        limits: PodLimits,
+    ) -> Self {
         Self {
             preparer: Preparer {
                 state,
@@ -57,6 +64,7 @@ impl Plugin {
                 toolkit: Arc::new(Toolkit::new(config)),
                 reader,
                 locks: ClaimLocks::default(),
+                limits,
             },
             patience: PATIENCE,
             service_socket: config.kubelet_plugins_dir.join(DRIVER).join("dra.sock"),

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::future::Future;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures::future::join_all;
 use kerf_crds::gpu_node::ClaimReference;
@@ -33,9 +33,10 @@ impl DraPlugin for DraService {
     ) -> Result<Response<NodePrepareResourcesResponse>, Status> {
         let answers = request.into_inner().claims.into_iter().map(|claim| async {
             let claim = reference(claim);
-            let (this, asked) = (self.clone(), claim.clone());
+            let (this, asked, began) = (self.clone(), claim.clone(), Instant::now());
             let result =
                 to_the_end(async move { this.preparer.prepare(&asked, this.patience).await }).await;
+            self.preparer.state.metrics.prepare(result.is_ok(), began.elapsed());
             let answer = match result {
                 Ok(prepared) => {
                     tracing::info!(claim = %claim_name(&claim), uid = claim.uid, devices = %devices(&prepared), "prepared");
@@ -90,7 +91,7 @@ impl DraService {
                 pool_name: self.preparer.state.node_name.clone(),
                 device_name: device.device,
                 cdi_device_ids: device.cdi,
-                share_id: None,
+                share_id: device.share.map(|share| share.id),
             })
             .collect()
     }

@@ -87,6 +87,7 @@ pub fn partition(uid: &str, request: &str, instance: Option<(&str, u32, u32)>) -
             profile: profile.into(),
             placement: Placement { start, size },
         }),
+        share: None,
         owner: Owner::Claim(ClaimOwner {
             namespace: "ns".into(),
             name: format!("claim-{uid}"),
@@ -150,9 +151,11 @@ pub fn prepared_claim(uid: &str, inventory: &Inventory) -> Prepared {
         devices: vec![PreparedDevice {
             request: "r".into(),
             device: DEVICE_1G.into(),
-            key: DeviceKey { gpu: GPU0.into(), placement: Some(instance.placement) },
+            key: DeviceKey::instance(GPU0, instance.placement),
             uuid: instance.device().map(|device| device.uuid.clone()).unwrap_or_default(),
-            cdi: vec![crate::cdi::device_id(uid, DEVICE_1G)],
+            cdi: vec![crate::cdi::device_id(uid, DEVICE_1G, None)],
+            share: None,
         }],
+        pod: None,
     }
 }

@@ -25,6 +25,7 @@ use super::testing::*;
 use super::*;
 use crate::cdi::{CdiStore, DriverFiles, Toolkit};
 use crate::config::Config;
+use crate::hardware::Driver;
 use crate::inventory::Inventory;
 use crate::node::{Kubelet, NodeState, SeenSpec};
 use crate::prepared::PreparedClaims;
@@ -61,6 +62,7 @@ impl Node {
             format!("--host-root={}", path("host")),
             format!("--state-dir={}", path("state")),
             format!("--cdi-dir={}", path("cdi")),
+            format!("--cgroup-root={}", path("cgroup")),
             format!("--kubelet-plugins-dir={}", path("plugins")),
             format!("--kubelet-registry-dir={}", path("registry")),
         ]);
@@ -73,6 +75,10 @@ impl Node {
             reads: Arc::default(),
             daemon: None,
         }
+    }
+
+    fn limits(&self) -> PodLimits {
+        PodLimits::new(Driver::new(&self.config.driver_root), &self.config.cgroup_root)
     }
 
     fn cdi(&self) -> CdiStore {
@@ -111,8 +117,8 @@ impl Node {
             let answer = answer.lock().unwrap().clone();
             Box::pin(async move { answer })
         });
-        let plugin =
-            Plugin::new(&self.config, self.state.clone(), checkpoint, reader).with_patience(patience);
+        let plugin = Plugin::new(&self.config, self.state.clone(), checkpoint, reader, self.limits())
+            .with_patience(patience);
         let (stop, stopped) = watch::channel(false);
         self.daemon = Some(Daemon { task: tokio::spawn(plugin.run(stopped)), stop });
         DraPluginClient::new(connect(&self.config.kubelet_plugins_dir.join("gpu.kerf.dev/dra.sock")).await)
@@ -133,6 +139,7 @@ impl Node {
                 Box::pin(async move { answer })
             }),
             locks: ClaimLocks::default(),
+            limits: self.limits(),
         }
     }
 
@@ -213,7 +220,7 @@ async fn a_claim_lives_from_prepare_to_unprepare() {
     let device = &answer.devices[0];
     assert_eq!((device.pool_name.as_str(), device.device_name.as_str()), (NODE, DEVICE_1G));
     assert_eq!(device.request_names, ["r"]);
-    assert_eq!(device.cdi_device_ids, [crate::cdi::device_id("u", DEVICE_1G)]);
+    assert_eq!(device.cdi_device_ids, [crate::cdi::device_id("u", DEVICE_1G, None)]);
     assert!(node.cdi().path("u").exists());
     assert_eq!(node.state.prepared.snapshot().len(), 1);
     assert_eq!(prepare(&mut kubelet, "u").await, answer, "idempotent");
@@ -237,6 +244,10 @@ async fn each_claim_of_a_batch_is_answered_by_itself() {
     assert_eq!(answer.claims["u"].error, "");
     assert!(answer.claims["stranger"].error.contains("has UID u, not stranger"), "{:?}", answer.claims);
     assert!(answer.claims["../../evil"].error.contains("is not a UID"));
+    let metrics = crate::metrics::scrape(&node.state).unwrap();
+    for count in ["{result=\"prepared\"} 1\n", "{result=\"failed\"} 2\n"] {
+        assert!(metrics.contains(&format!("kerf_claim_prepare_seconds_count{count}")), "{metrics}");
+    }
     assert_eq!(node.state.prepared.snapshot().keys().collect::<Vec<_>>(), ["u"]);
 }
 

@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::resource::v1::{Device, DeviceAttribute, DeviceCapacity, DeviceTaint};
-use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
-use kerf_crds::device::{Value, attributes, capacities};
-use kerf_crds::gpu_node::{self, Profile};
-use kerf_crds::names::{PLANNED_TAINT, UNHEALTHY_TAINT, instance_device};
+use kerf_crds::device::{self, Value, attributes, capacities};
+use kerf_crds::gpu_node;
+use kerf_crds::names::{PLANNED_TAINT, UNHEALTHY_TAINT, instance_device, share_device};
 use kerf_crds::partition_policy::TaintEffect;
+use kerf_crds::quantity::quantity;
 use kerf_crds::{GpuNodeSpec, GpuNodeStatus};
 
 use crate::inventory::{Gpu, Inventory};
@@ -15,8 +15,8 @@ use crate::inventory::{Gpu, Inventory};
 /// The API's limit on the text of an attribute.
 const MAX_TEXT: usize = 64;
 
-/// The devices of the GPUs that a policy manages, in order of GPU and place: a GPU that is not cut as a whole, otherwise
-/// each of Kerf's instances. Each has the taint that keeps kube-scheduler's own allocator away.
+/// The devices of the GPUs that a policy manages, in order of GPU and place: a GPU that is not cut as a whole, and as
+/// what its shares are parts of if it can carry any, otherwise each of Kerf's instances. Each has the taint that keeps kube-scheduler's own allocator away.
 pub fn build(inventory: &Inventory, spec: &GpuNodeSpec) -> Vec<Device> {
     if inventory.unavailable.is_some() {
         return Vec::new();
@@ -30,16 +30,16 @@ pub fn build(inventory: &Inventory, spec: &GpuNodeSpec) -> Vec<Device> {
     for gpu in inventory.gpus.iter().filter(|gpu| gpu.unmanaged.is_none()) {
         let Some(desired) = spec.gpus.iter().find(|desired| desired.uuid == gpu.uuid) else { continue };
         let described = described(gpu);
-        let device = |name: String, profile: Option<(&Profile, &str)>, unhealthy: bool| Device {
+        let device = |name: String, kind: device::Device<'_>, unhealthy: bool| Device {
             name,
             attributes: Some(
-                attributes(&status, &described, profile.map(|(profile, uuid)| (profile, Some(uuid))))
+                attributes(&status, &described, kind)
                     .into_iter()
                     .map(|(name, value)| (name.to_owned(), attribute(value)))
                     .collect(),
             ),
             capacity: Some(
-                capacities(&described, profile.map(|(profile, _)| profile))
+                capacities(&described, kind)
                     .into_iter()
                     .map(|(name, value)| (name.to_owned(), capacity(value)))
                     .collect(),
@@ -48,16 +48,24 @@ pub fn build(inventory: &Inventory, spec: &GpuNodeSpec) -> Vec<Device> {
             ..Device::default()
         };
         if gpu.instances.is_empty() {
-            devices.push(device(gpu.name.clone(), None, gpu.unhealthy.is_some()));
+            devices.push(device(gpu.name.clone(), device::Device::Gpu, gpu.unhealthy.is_some()));
+        }
+        if gpu.sharing.is_some() && !gpu.mig.enabled {
+            let name = share_device(&gpu.name);
+            let shared = device(name, device::Device::Share, gpu.unhealthy.is_some());
+            devices.push(Device { allow_multiple_allocations: Some(true), ..shared });
         }
         for instance in gpu.instances.iter().filter(|instance| !instance.foreign) {
             // Without its compute instance it is still being made; without its profile nothing is known of it.
-            let (Some(compute), Some(profile)) = (instance.device(), gpu.profile_of(instance)) else {
+            let (Some(compute), Some(profile), Some(geometry)) =
+                (instance.device(), gpu.profile_of(instance), gpu.geometry.as_deref())
+            else {
                 continue;
             };
             let name = instance_device(&gpu.name, instance.profile_id, instance.placement.start);
             let unhealthy = gpu.unhealthy.is_some() || instance.unhealthy.is_some();
-            devices.push(device(name, Some((profile, &compute.uuid)), unhealthy));
+            let kind = device::Device::Instance(geometry, profile, Some(&compute.uuid));
+            devices.push(device(name, kind, unhealthy));
         }
     }
     devices
@@ -75,6 +83,7 @@ fn described(gpu: &Gpu) -> gpu_node::Gpu {
         pci_address: gpu.pci_address.clone(),
         numa_node: gpu.numa_node,
         pcie_root: gpu.pcie_root.clone(),
+        sharing: gpu.sharing.clone(),
         ..gpu_node::Gpu::default()
     }
 }
@@ -113,26 +122,7 @@ fn shortened(mut text: String) -> String {
 }
 
 fn capacity(value: u64) -> DeviceCapacity {
-    DeviceCapacity { value: Quantity(quantity(value)), ..DeviceCapacity::default() }
-}
-
-/// The canonical text of a quantity, so that the API server gives it back as it was written: the largest suffix that
-/// leaves a whole number, binary where the number is a multiple of 1024, else decimal.
-pub(super) fn quantity(value: u64) -> String {
-    let by = |base: u64, suffixes: [&str; 7]| {
-        let mut value = value;
-        let mut used = 0;
-        while used + 1 < suffixes.len() && value != 0 && value.is_multiple_of(base) {
-            value /= base;
-            used += 1;
-        }
-        format!("{value}{}", suffixes[used])
-    };
-    if value != 0 && value.is_multiple_of(1024) {
-        by(1024, ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"])
-    } else {
-        by(1000, ["", "k", "M", "G", "T", "P", "E"])
-    }
+    DeviceCapacity { value: quantity(value), ..DeviceCapacity::default() }
 }
 
 /// Devices as they are compared: without what the API server adds.
@@ -202,6 +192,28 @@ mod tests {
     }
 
     #[test]
+    fn what_can_carry_shares_is_listed_for_them_too() {
+        let mut inventory = inventory();
+        let sharing = gpu_node::Sharing { isolation: gpu_node::Isolation::Driver, ..Default::default() };
+        for gpu in &mut inventory.gpus {
+            gpu.sharing = Some(sharing.clone());
+        }
+        let devices = build(&inventory, &managed(TaintEffect::NoExecute));
+        assert_eq!(names(&devices), [DEVICE_3G, DEVICE_1G, "gpu-11111111", "gpu-11111111-share"]);
+        let share = &devices[3];
+        assert_eq!(share.allow_multiple_allocations, Some(true));
+        assert_eq!(devices[2].allow_multiple_allocations, None);
+        let attributes = share.attributes.as_ref().unwrap();
+        assert_eq!(attributes["type"].string.as_deref(), Some("share"));
+        assert_eq!(attributes["isolation"].string.as_deref(), Some("driver"));
+        let capacity = share.capacity.as_ref().unwrap();
+        assert_eq!(
+            (capacity["memory"].value.0.as_str(), capacity["compute"].value.0.as_str()),
+            ("78125000Ki", "100")
+        );
+    }
+
+    #[test]
     fn what_is_not_kerfs_is_not_listed() {
         let mut inventory = inventory();
         assert!(build(&inventory, &GpuNodeSpec::default()).is_empty(), "no policy manages the GPUs");
@@ -224,20 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn quantities_are_written_as_the_api_server_writes_them() {
-        for (value, text) in [
-            (0, "0"),
-            (14, "14"),
-            (1024, "1Ki"),
-            (10 << 30, "10Gi"),
-            (10_000_000_000, "9765625Ki"),
-            (42_000_000_001_000, "42000000001k"),
-            (85_520_809_984, "81559Mi"),
-            (1_536, "1536"),
-            (999_999, "999999"),
-        ] {
-            assert_eq!(quantity(value), text, "{value}");
-        }
+    fn long_texts_are_cut() {
         assert_eq!(shortened("ä".repeat(40)).len(), 64);
     }
 }

@@ -103,10 +103,10 @@ fn sixteen_gpus_fully_cut_stay_small() {
                 name: format!("training-run-with-a-name-{uid}"),
                 uid: uid.clone(),
             };
-            let key = DeviceKey { gpu: gpu.uuid.clone(), placement: Some(instance.placement) };
+            let key = DeviceKey::instance(&gpu.uuid, instance.placement);
             let (request, device, uuid) = ("r".into(), "d".into(), "u".into());
-            let devices = vec![PreparedDevice { request, device, key, uuid, cdi: vec![] }];
-            prepared.insert(uid, Prepared { claim, devices });
+            let devices = vec![PreparedDevice { request, device, key, uuid, cdi: vec![], share: None }];
+            prepared.insert(uid, Prepared { claim, pod: None, devices });
         }
     }
     let inventory = inventory(gpus);
@@ -146,6 +146,16 @@ fn clients_are_one_for_each_pod_and_one_for_all_others() {
     let expected =
         [(None, "nvidia-persiste (pid 6)"), (Some("a"), "smi (pid 9)"), (Some("b"), "dcgm (pid 5)")];
     assert_eq!(clients, expected);
+}
+
+#[test]
+fn what_carried_shares_counts_as_a_process_until_it_has_gone() {
+    let mut gpu = Gpu { carries: true, ..Gpu::default() };
+    let processes =
+        |gpu: &Gpu| built(&inventory(vec![gpu.clone()]), &BTreeMap::new()).gpus.remove(0).processes;
+    assert_eq!(processes(&gpu), 1, "or the operator would give the whole GPU away");
+    gpu.carries = false;
+    assert_eq!(processes(&gpu), 0);
 }
 
 #[test]
@@ -281,4 +291,30 @@ fn ready_waits_for_kubelet_and_a_missing_toolkit_has_a_condition() {
     );
     assert_eq!(find(whole, condition::CONTAINER_TOOLKIT).unwrap().0, "True");
     assert_eq!(find(Parts { toolkit: None, ..whole }, condition::CONTAINER_TOOLKIT), None, "not known yet");
+}
+
+#[test]
+fn shares_are_reported_with_their_claims() {
+    let share = |id: &str| api::Share { id: id.into(), memory_bytes: 1, ..Default::default() };
+    let mut gpu = full(0, &geometry("P", 1), 0);
+    gpu.mig.enabled = false;
+    gpu.shares = vec![share("a"), share("b")];
+    let claim = ClaimReference { namespace: "ns".into(), name: "c".into(), uid: "u".into() };
+    let device = PreparedDevice {
+        request: "r".into(),
+        device: "d".into(),
+        key: DeviceKey::share(&gpu.uuid, "b"),
+        uuid: gpu.uuid.clone(),
+        cdi: vec![],
+        share: None,
+    };
+    let record = Prepared { claim: claim.clone(), pod: None, devices: vec![device] };
+    let prepared = PreparedClaims::from([("u".to_owned(), record)]);
+    let inventory = inventory(vec![gpu, Gpu { uuid: "whole".into(), ..Gpu::default() }]);
+    let (spec, reports) = (SeenSpec::default(), BTreeMap::new());
+    let status = build(parts(&spec, &inventory, &reports, &prepared), &[], now());
+    assert_eq!(status.layout_summary, "2 shares, 1 whole");
+    let found = &status.gpus[0];
+    assert!(found.claims.is_empty(), "nobody has all of it");
+    assert_eq!((found.shares[0].claims.len(), found.shares[1].claims.as_slice()), (0, [claim].as_slice()));
 }

@@ -72,7 +72,12 @@ fn claim(profile: &str, start: u32) -> Partition {
         pod_uid: "uid".into(),
         request: "r".into(),
     };
-    Partition { gpu: "GPU-1".into(), instance: Some(place(profile, start)), owner: Owner::Claim(owner) }
+    Partition {
+        gpu: "GPU-1".into(),
+        instance: Some(place(profile, start)),
+        share: None,
+        owner: Owner::Claim(owner),
+    }
 }
 
 fn of_policy(profile: &str, start: u32, kind: PolicyInstance) -> Partition {
@@ -131,14 +136,18 @@ fn prepared(places: &[(&str, u32)]) -> PreparedClaims {
     let device = |(profile, start): &(&str, u32)| PreparedDevice {
         request: "r".into(),
         device: "d".into(),
-        key: DeviceKey { gpu: "GPU-1".into(), placement: Some(place(profile, *start).placement) },
+        key: DeviceKey::instance("GPU-1", place(profile, *start).placement),
         uuid: "MIG-1".into(),
         cdi: vec![],
+        share: None,
     };
     let claim = ClaimReference { namespace: "ns".into(), name: "held".into(), uid: "u".into() };
     match places {
         [] => PreparedClaims::new(),
-        places => [("u".to_owned(), Prepared { claim, devices: places.iter().map(device).collect() })].into(),
+        places => {
+            [("u".to_owned(), Prepared { claim, pod: None, devices: places.iter().map(device).collect() })]
+                .into()
+        }
     }
 }
 
@@ -558,7 +567,7 @@ impl World {
     }
 
     fn in_use(&self, instance: &Instance) -> bool {
-        let key = DeviceKey { gpu: "GPU-1".into(), placement: Some(instance.placement) };
+        let key = DeviceKey::instance("GPU-1", instance.placement);
         !instance.processes.is_empty() || !holders(&self.prepared, &key).is_empty()
     }
 

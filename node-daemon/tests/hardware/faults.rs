@@ -408,12 +408,13 @@ async fn a_gpu_that_was_changed_is_prepared_for_nobody_before_the_change_shows()
     let device = PreparedDevice {
         request: "r".into(),
         device: gpu.name.clone(),
-        key: DeviceKey { gpu: gpu.uuid.clone(), placement: None },
+        key: DeviceKey::gpu(&gpu.uuid),
         uuid: gpu.uuid.clone(),
         cdi: vec![],
+        share: None,
     };
     let claim = ClaimReference { namespace: "ns".into(), name: "c".into(), uid: "uid".into() };
-    let whole = Prepared { claim, devices: vec![device] };
+    let whole = Prepared { claim, pod: None, devices: vec![device] };
     eventually("the GPU can be prepared again", || {
         let recorded = daemon.state.prepared.record(whole.clone()).is_ok();
         assert!(!recorded || daemon.state.latest().unwrap().gpus[0].mig.enabled, "prepared as it was before");

@@ -103,8 +103,7 @@ async fn slices_pass_on_only_when_claim_and_process_are_gone() {
     let small = claim(&gpu, "1g.10gb", 0, 1);
     daemon.settle(1, &entries, std::slice::from_ref(&small)).await;
     let made = node.sim.instances().unwrap().remove(0);
-    let key =
-        DeviceKey { gpu: gpu.uuid.clone(), placement: Some(small.instance.as_ref().unwrap().placement) };
+    let key = DeviceKey::instance(&gpu.uuid, small.instance.as_ref().unwrap().placement);
     let reference = ClaimReference { namespace: "ns".into(), name: "c".into(), uid: "uid".into() };
     let device = PreparedDevice {
         request: "r".into(),
@@ -112,8 +111,9 @@ async fn slices_pass_on_only_when_claim_and_process_are_gone() {
         key,
         uuid: made.compute[0].1.clone(),
         cdi: vec![],
+        share: None,
     };
-    daemon.state.prepared.record(Prepared { claim: reference, devices: vec![device] }).unwrap();
+    daemon.state.prepared.record(Prepared { claim: reference, pod: None, devices: vec![device] }).unwrap();
     let process =
         node.sim.hold_as_process(0, Some((made.gi, made.compute[0].0)), std::process::id()).unwrap();
     let large = claim(&gpu, "3g.40gb", 0, 4);

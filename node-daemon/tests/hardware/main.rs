@@ -6,3 +6,4 @@ mod crash;
 mod faults;
 mod life;
 mod node;
+mod shares;

@@ -13,12 +13,16 @@ use kerf_node_daemon::events::{Note, Notes};
 use kerf_node_daemon::hardware::Driver;
 use kerf_node_daemon::health::Health;
 use kerf_node_daemon::inventory::{Gpu, Inventory};
+use kerf_node_daemon::modes::Modes;
+use kerf_node_daemon::mps::Mps;
+use kerf_node_daemon::mps::pods::ServerPods;
 use kerf_node_daemon::node::{GpuReport, NodeState, SeenSpec};
 use kerf_node_daemon::ours::Ours;
 use kerf_node_daemon::pace::Pace;
+use kerf_node_daemon::plugin::PodLimits;
 use kerf_node_daemon::prepared::PreparedClaims;
-use kerf_node_daemon::reconcile;
 use kerf_node_daemon::worker::Context;
+use kerf_node_daemon::{reconcile, tenants};
 use kerf_sim::{NodeSpec, SimNode};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -38,12 +42,13 @@ pub struct Daemon {
     pub state: NodeState,
     pub verdicts: watch::Sender<Option<Option<Reason>>>,
     pub notes: mpsc::Receiver<Note>,
-    task: JoinHandle<anyhow::Result<()>>,
+    pub limits: PodLimits,
+    tasks: Vec<JoinHandle<anyhow::Result<()>>>,
 }
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        self.task.abort();
+        self.tasks.iter().for_each(JoinHandle::abort);
     }
 }
 
@@ -104,6 +109,17 @@ impl Node {
 }
 
 pub fn start(root: &Path, state_dir: &Path, known: Option<&GpuNode>) -> Daemon {
+    start_with_pods(root, state_dir, known, no_pods(), root)
+}
+
+/// With pods of MPS servers.
+pub fn start_with_pods(
+    root: &Path,
+    state_dir: &Path,
+    known: Option<&GpuNode>,
+    pods: ServerPods,
+    cgroup_root: &Path,
+) -> Daemon {
     let state = NodeState::new("node", PreparedClaims::new());
     let (notes, receiver) = Notes::channel();
     let (verdicts, verdict) = watch::channel(Some(None));
@@ -120,9 +136,21 @@ pub fn start(root: &Path, state_dir: &Path, known: Option<&GpuNode>) -> Daemon {
         pace: Pace::default(),
         rounds: round,
         proc_root: Arc::from(root),
+        mps: Mps::new(root, &state_dir.join("mps"), cgroup_root, pods),
+        modes: Modes::load(state_dir, "boot"),
     };
-    let task = tokio::spawn(reconcile::run(context, rounds));
-    Daemon { state, verdicts, notes: receiver, task }
+    let limits = PodLimits::new(context.driver.clone(), cgroup_root);
+    let tasks = vec![
+        tokio::spawn(tenants::run(context.clone(), limits.clone())),
+        tokio::spawn(reconcile::run(context, rounds)),
+    ];
+    Daemon { state, verdicts, notes: receiver, limits, tasks }
+}
+
+/// No pod is there, and none can be made.
+fn no_pods() -> ServerPods {
+    let (_, seen) = watch::channel(Some(Default::default()));
+    ServerPods { seen, write: Arc::new(|_| Box::pin(async { anyhow::bail!("there is no API server") })) }
 }
 
 impl Daemon {
@@ -228,6 +256,7 @@ pub fn claim(gpu: &Gpu, profile: &str, start: u32, size: u32) -> Partition {
     Partition {
         gpu: gpu.uuid.clone(),
         instance: Some(WantedInstance { profile: profile.into(), placement: Placement { start, size } }),
+        share: None,
         owner: Owner::Claim(ClaimOwner {
             namespace: "ns".into(),
             name: format!("{profile}-{start}"),

@@ -25,8 +25,10 @@ use tokio::sync::Notify;
 
 pub use budget::BudgetInfo;
 pub use node::NodeInfo;
-pub use pod::{PodClaim, PodDetail, PodInfo};
-pub use store::{Store, Stored};
+pub use pod::{PodClaim, PodDetail, PodInfo, host_access};
+pub use store::{Group, Store, Stored};
+
+use crate::scheduler::claims;
 
 /// Everything that decisions are made from.
 #[derive(Debug, Default)]
@@ -42,6 +44,8 @@ pub struct World {
     pub quotas: BTreeMap<String, u64>,
     /// Keys of the pods that Kerf may have to do with, so that a cycle does not go over all pods of the cluster.
     pub interesting: BTreeSet<String>,
+    /// Keys of those of them that are of gangs.
+    pub of_gangs: BTreeSet<String>,
 }
 
 impl World {
@@ -150,11 +154,7 @@ impl Cache {
 
 impl World {
     /// Takes a pod in by one of the store's ways and keeps the index.
-    pub(crate) fn put_pod(
-        &mut self,
-        pod: PodInfo,
-        way: impl FnOnce(&mut Store<PodInfo>, PodInfo) -> bool,
-    ) -> bool {
+    pub fn put_pod(&mut self, pod: PodInfo, way: impl FnOnce(&mut Store<PodInfo>, PodInfo) -> bool) -> bool {
         let key = pod.key();
         let changed = way(&mut self.pods, pod);
         self.index_pod(&key);
@@ -162,15 +162,34 @@ impl World {
     }
 
     fn index_pod(&mut self, key: &str) {
-        if self.pods.get(key).is_some_and(|pod| pod.detail.is_some()) {
-            self.interesting.insert(key.to_owned());
-        } else {
-            self.interesting.remove(key);
+        let detail = self.pods.get(key).and_then(|pod| pod.detail.as_ref());
+        let of_gang = detail.is_some_and(|detail| detail.gang.is_some());
+        for (index, is_in) in [(&mut self.interesting, detail.is_some()), (&mut self.of_gangs, of_gang)] {
+            if is_in {
+                index.insert(key.to_owned());
+            } else {
+                index.remove(key);
+            }
         }
     }
 
     pub(crate) fn index_all_pods(&mut self) {
-        self.interesting = self.pods.iter().filter(|pod| pod.detail.is_some()).map(|pod| pod.key()).collect();
+        let detailed = self.pods.iter().filter_map(|pod| Some((pod.key(), pod.detail.as_ref()?)));
+        let of_gangs: Vec<(String, bool)> =
+            detailed.map(|(key, detail)| (key, detail.gang.is_some())).collect();
+        self.of_gangs = of_gangs.iter().filter(|(_, of_gang)| *of_gang).map(|(key, _)| key.clone()).collect();
+        self.interesting = of_gangs.into_iter().map(|(key, _)| key).collect();
+    }
+
+    /// Pods of a node that Kerf may have to do with.
+    pub fn interesting_on(&self, node: &str) -> impl Iterator<Item = &Arc<PodInfo>> {
+        let pods = self.pods.of(node).into_iter().flat_map(|group| group.values());
+        pods.filter(|pod| pod.detail.is_some())
+    }
+
+    /// Pods that are bound nowhere and that Kerf may have to do with.
+    pub fn unbound(&self) -> impl Iterator<Item = &Arc<PodInfo>> {
+        self.interesting_on(PodInfo::NOWHERE)
     }
 }
 
@@ -180,7 +199,7 @@ pub fn version_of(metadata: &ObjectMeta) -> u64 {
 }
 
 macro_rules! stored {
-    ($($kind:ty),*) => {$(
+    ($($kind:ty $(, $group:expr)?;)*) => {$(
         impl Stored for $kind {
             fn key(&self) -> String {
                 let name = self.metadata.name.as_deref().unwrap_or_default();
@@ -195,8 +214,17 @@ macro_rules! stored {
             fn version(&self) -> u64 {
                 version_of(&self.metadata)
             }
+            $(fn group(&self) -> Option<&str> {
+                let group: fn(&Self) -> Option<&str> = $group;
+                group(self)
+            })?
         }
     )*};
 }
 
-stored!(ResourceClaim, GpuNode, PartitionPolicy, DeviceClass);
+stored! {
+    ResourceClaim, |claim| claims::pool(claims::allocation(claim)?);
+    GpuNode;
+    PartitionPolicy;
+    DeviceClass;
+}

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::api::core::v1::{Container, Pod, PodSpec, ResourceRequirements};
 use k8s_openapi::jiff::Timestamp;
+use kerf_crds::gang::{self, Gang};
 use kerf_crds::names;
 use kerf_crds::requests::{self, OriginalResources};
 use kerf_planner::snapshot::{NodeRequirement, Operator, PodNeeds, Toleration};
@@ -39,6 +40,8 @@ pub struct PodInfo {
 pub struct PodDetail {
     /// `spec.schedulingGates`.
     pub gates: Vec<String>,
+    /// See [`host_access`].
+    pub host_access: Option<String>,
     /// What the webhook noted of the pod's extended resources; an error if that cannot be read.
     pub original: Option<Result<OriginalResources, String>>,
     /// The claims, by their names in the pod.
@@ -47,7 +50,9 @@ pub struct PodDetail {
     pub needs: PodNeeds,
     /// UID of its controller, which makes another in its place.
     pub controller: Option<String>,
-    /// Its owner lets it be moved, and nothing that Kerf does not look at ties it to its node.
+    /// The gang that it is of; an error if that cannot be read.
+    pub gang: Option<Result<Gang, String>>,
+    /// Its owner lets it be moved, it is of no gang, and nothing that Kerf does not look at ties it to its node.
     pub movable: bool,
     /// How much its owner would rather keep it: `controller.kubernetes.io/pod-deletion-cost`.
     pub deletion_cost: i32,
@@ -77,6 +82,9 @@ pub struct PodClaim {
 }
 
 impl PodInfo {
+    /// Where [`super::Store::of`] has those that are bound nowhere.
+    pub const NOWHERE: &'static str = "";
+
     /// `namespace/name`.
     pub fn id(&self) -> String {
         format!("{}/{}", self.namespace, self.name)
@@ -87,6 +95,11 @@ impl PodInfo {
         self.detail.as_ref().is_some_and(|detail| detail.gates.iter().any(|gate| gate == names::GATE))
     }
 
+    /// Whether Kerf has let it go: it had Kerf's gate, and has it no more.
+    pub fn let_go(&self) -> bool {
+        self.own_claim().is_some() && !self.gated()
+    }
+
     /// Whether gates of others are on it.
     pub fn other_gates(&self) -> Vec<&str> {
         self.detail
@@ -95,6 +108,11 @@ impl PodInfo {
             .filter(|gate| *gate != names::GATE)
             .map(String::as_str)
             .collect()
+    }
+
+    /// The gang that it is of.
+    pub fn gang(&self) -> Option<&Gang> {
+        self.detail.as_ref()?.gang.as_ref()?.as_ref().ok()
     }
 
     /// The claim that the webhook has named for it.
@@ -115,6 +133,27 @@ impl Stored for PodInfo {
     fn version(&self) -> u64 {
         self.version
     }
+    fn group(&self) -> Option<&str> {
+        Some(self.node.as_deref().unwrap_or(Self::NOWHERE))
+    }
+}
+
+/// The field by which a pod gets at the host's processes, where limits on it mean nothing.
+pub fn host_access(spec: &PodSpec) -> Option<String> {
+    if spec.host_pid.unwrap_or_default() {
+        return Some("spec.hostPID".into());
+    }
+    if spec.host_ipc.unwrap_or_default() {
+        return Some("spec.hostIPC".into());
+    }
+    let init = spec.init_containers.iter().flatten().enumerate().map(|one| ("initContainers", one));
+    let apps = spec.containers.iter().enumerate().map(|one| ("containers", one));
+    let privileged = |container: &Container| {
+        container.security_context.as_ref().is_some_and(|context| context.privileged.unwrap_or_default())
+    };
+    init.chain(apps)
+        .find(|(_, (_, container))| privileged(container))
+        .map(|(list, (index, _))| format!("spec.{list}[{index}].securityContext.privileged"))
 }
 
 impl From<Pod> for PodInfo {
@@ -128,7 +167,10 @@ impl From<Pod> for PodInfo {
             spec.scheduling_gates.iter().flatten().map(|gate| gate.name.clone()).collect();
         let annotation = |name: &str| metadata.annotations.as_ref().and_then(|all| all.get(name));
         let original = annotation(names::ORIGINAL_RESOURCES);
-        let movable = annotation(names::MOVABLE).is_some_and(|value| value == "true") && !is_tied(&spec);
+        let gang = gang::read(metadata.annotations.as_ref()).transpose();
+        let movable = annotation(names::MOVABLE).is_some_and(|value| value == "true")
+            && gang.is_none()
+            && !is_tied(&spec);
         let detail = if spec.resource_claims.as_ref().is_some_and(|claims| !claims.is_empty())
             || gates.iter().any(|gate| gate == names::GATE)
         {
@@ -142,6 +184,7 @@ impl From<Pod> for PodInfo {
                 .map(|status| (status.name.as_str(), &status.resource_claim_name))
                 .collect();
             Some(Box::new(PodDetail {
+                host_access: host_access(&spec),
                 original: original.map(|text| {
                     requests::parse(text)
                         .map_err(|error| format!("annotation {}: {error}", names::ORIGINAL_RESOURCES))
@@ -166,6 +209,7 @@ impl From<Pod> for PodInfo {
                     .flatten()
                     .find(|owner| owner.controller.unwrap_or_default())
                     .map(|owner| owner.uid.clone()),
+                gang,
                 movable,
                 deletion_cost: annotation(names::DELETION_COST)
                     .and_then(|cost| cost.parse().ok())
@@ -391,6 +435,24 @@ mod tests {
         let needs = needs(&daemon_set);
         assert_eq!(needs.affinity[0][0].key, NodeRequirement::NAME);
         assert_eq!(needs.affinity[0][0].values, ["n1"]);
+    }
+
+    #[test]
+    fn a_pod_of_a_gang_is_not_movable() {
+        let read = |annotations: serde_json::Value| {
+            let pod = serde_json::from_value::<Pod>(json!({
+                "metadata": {"name": "p", "namespace": "n", "annotations": annotations},
+                "spec": {"containers": [], "schedulingGates": [{"name": names::GATE}]},
+            }));
+            PodInfo::from(pod.unwrap())
+        };
+        let alone = read(json!({names::MOVABLE: "true"}));
+        assert!(alone.gang().is_none() && alone.detail.unwrap().movable);
+        let of_gang = read(json!({names::MOVABLE: "true", names::GANG: "g", names::GANG_SIZE: "2"}));
+        assert_eq!(of_gang.gang(), Some(&Gang { name: "g".into(), size: 2 }));
+        assert!(!of_gang.detail.unwrap().movable);
+        let odd = read(json!({names::GANG: "g"}));
+        assert!(odd.gang().is_none() && odd.detail.unwrap().gang.unwrap().is_err());
     }
 
     #[test]

@@ -15,12 +15,21 @@ pub trait Stored {
     fn uid(&self) -> &str;
     /// `metadata.resourceVersion`, as a number.
     fn version(&self) -> u64;
+    /// Under what [`Store::of`] finds it: the node that it is about.
+    fn group(&self) -> Option<&str> {
+        None
+    }
 }
+
+/// Objects of one group, by key. The same as long as none of them has changed.
+pub type Group<T> = Arc<BTreeMap<String, Arc<T>>>;
 
 /// All objects of a kind.
 #[derive(Debug)]
 pub struct Store<T> {
     objects: BTreeMap<String, Arc<T>>,
+    /// The objects by [`Stored::group`].
+    groups: BTreeMap<String, Group<T>>,
     /// The newest version that the watch has delivered, deletions included.
     watched: u64,
     /// Objects of a listing that is under way.
@@ -32,7 +41,14 @@ pub struct Store<T> {
 
 impl<T> Default for Store<T> {
     fn default() -> Self {
-        Self { objects: BTreeMap::new(), watched: 0, listing: None, written: BTreeSet::new(), synced: false }
+        Self {
+            objects: BTreeMap::new(),
+            groups: BTreeMap::new(),
+            watched: 0,
+            listing: None,
+            written: BTreeSet::new(),
+            synced: false,
+        }
     }
 }
 
@@ -45,6 +61,37 @@ impl<T: Stored> Store<T> {
     /// All objects, by key.
     pub fn iter(&self) -> impl Iterator<Item = &Arc<T>> {
         self.objects.values()
+    }
+
+    /// The objects of a group, if there are any.
+    pub fn of(&self, group: &str) -> Option<&Group<T>> {
+        self.groups.get(group)
+    }
+
+    /// All groups, by name.
+    pub fn groups(&self) -> impl Iterator<Item = (&String, &Group<T>)> {
+        self.groups.iter()
+    }
+
+    fn insert(&mut self, key: String, object: Arc<T>) {
+        self.remove(&key);
+        if let Some(name) = object.group() {
+            let group = self.groups.entry(name.to_owned()).or_default();
+            Arc::make_mut(group).insert(key.clone(), Arc::clone(&object));
+        }
+        self.objects.insert(key, object);
+    }
+
+    fn remove(&mut self, key: &str) {
+        let Some(object) = self.objects.remove(key) else { return };
+        let Some(name) = object.group() else { return };
+        if let Some(group) = self.groups.get_mut(name) {
+            let objects = Arc::make_mut(group);
+            objects.remove(key);
+            if objects.is_empty() {
+                self.groups.remove(name);
+            }
+        }
     }
 
     /// Number of objects.
@@ -68,7 +115,7 @@ impl<T: Stored> Store<T> {
         match self.objects.get(&key) {
             Some(known) if known.version() >= object.version() => false,
             _ => {
-                self.objects.insert(key, Arc::new(object));
+                self.insert(key, Arc::new(object));
                 true
             }
         }
@@ -88,7 +135,7 @@ impl<T: Stored> Store<T> {
             // Made anew by us meanwhile: the deletion is of its predecessor.
             Some(known) if known.uid() != object.uid() && known.version() > object.version() => false,
             Some(_) => {
-                self.objects.remove(&key);
+                self.remove(&key);
                 true
             }
             None => false,
@@ -111,15 +158,16 @@ impl<T: Stored> Store<T> {
     /// The listing is complete: what is not in it is gone, except what we wrote while it ran.
     pub fn listing_done(&mut self) {
         let Some(listing) = self.listing.take() else { return };
-        let mut old = std::mem::take(&mut self.objects);
-        self.objects = listing;
-        for key in std::mem::take(&mut self.written) {
-            let Some(own) = old.remove(&key) else { continue };
-            match self.objects.get(&key) {
-                Some(listed) if listed.version() >= own.version() => {}
-                _ => {
-                    self.objects.insert(key, own);
-                }
+        let written = std::mem::take(&mut self.written);
+        let gone = |key: &&String| !listing.contains_key(*key) && !written.contains(*key);
+        let gone: Vec<String> = self.objects.keys().filter(gone).cloned().collect();
+        gone.iter().for_each(|key| self.remove(key));
+        for (key, listed) in listing {
+            let same = |known: &Arc<T>| known.uid() == listed.uid() && known.version() == listed.version();
+            let newer = |known: &Arc<T>| written.contains(&key) && known.version() > listed.version();
+            // What has not changed stays the same object: what was made of it still holds.
+            if !self.objects.get(&key).is_some_and(|known| same(known) || newer(known)) {
+                self.insert(key, listed);
             }
         }
         self.watched =
@@ -190,6 +238,48 @@ mod tests {
         store.wrote(Thing("a", "2", 9));
         assert!(!store.watch_deleted(&Thing("a", "1", 8)));
         assert_eq!(version(&store, "a"), Some(9));
+    }
+
+    #[test]
+    fn groups_have_what_the_store_has_and_stay_as_they_are_while_nothing_changes() {
+        #[derive(Debug)]
+        struct On(&'static str, u64, Option<&'static str>);
+        impl Stored for On {
+            fn key(&self) -> String {
+                self.0.into()
+            }
+            fn uid(&self) -> &str {
+                self.0
+            }
+            fn version(&self) -> u64 {
+                self.1
+            }
+            fn group(&self) -> Option<&str> {
+                self.2
+            }
+        }
+        let mut store = Store::default();
+        let keys = |store: &Store<On>, group| -> Vec<String> {
+            store.of(group).into_iter().flat_map(|group| group.keys().cloned()).collect()
+        };
+        store.watch_applied(On("a", 1, Some("n")));
+        store.watch_applied(On("b", 2, Some("n")));
+        store.watch_applied(On("c", 3, None));
+        let before = Arc::clone(store.of("n").unwrap());
+        store.watch_applied(On("b", 2, Some("m")));
+        store.watch_applied(On("c", 4, None));
+        assert!(Arc::ptr_eq(&before, store.of("n").unwrap()));
+        store.watch_applied(On("b", 5, Some("m")));
+        assert_eq!((keys(&store, "n"), keys(&store, "m")), (vec!["a".to_owned()], vec!["b".to_owned()]));
+        assert_eq!(before.len(), 2, "who holds the group as it was keeps it");
+        let m = Arc::clone(store.of("m").unwrap());
+        store.listing_began();
+        store.listed(On("b", 5, Some("m")));
+        store.listing_done();
+        assert!(store.of("n").is_none());
+        assert!(Arc::ptr_eq(&m, store.of("m").unwrap()), "listed as it is known");
+        store.watch_deleted(&On("b", 6, Some("m")));
+        assert_eq!(store.groups().count(), 0);
     }
 
     #[test]

@@ -46,6 +46,10 @@ fn wanted(world: &World) -> Vec<DeviceClass> {
             names::MIG_CLASS.to_owned(),
             class(names::MIG_CLASS.to_owned(), selector(&[(attribute::TYPE, "mig")]), None),
         ),
+        (
+            names::SHARE_CLASS.to_owned(),
+            class(names::SHARE_CLASS.to_owned(), selector(&[(attribute::TYPE, "share")]), None),
+        ),
     ]);
     let reported = world.gpu_nodes.iter().filter_map(|node| node.status.as_ref());
     for found in reported.flat_map(|status| &status.geometries).flat_map(|geometry| &geometry.profiles) {
@@ -116,7 +120,8 @@ mod tests {
             [
                 ("gpu.kerf.dev", None),
                 ("mig-1g.10gb.me.kerf.dev", Some("nvidia.com/mig-1g.10gb.me")),
-                ("mig.kerf.dev", None)
+                ("mig.kerf.dev", None),
+                ("share.kerf.dev", None)
             ]
         );
         for class in first {

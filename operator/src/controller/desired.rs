@@ -16,6 +16,9 @@ use kube::ResourceExt;
 use super::matching::Match;
 use crate::scheduler::snapshot::{convert, follows, may_switch};
 
+/// No GPU has more instances: what says more is as impossible as one more.
+const MOST: u32 = 64;
+
 /// Why a stated layout cannot be had on a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayoutProblem {
@@ -41,7 +44,7 @@ pub fn static_layout(
     for entry in &policy.spec.mig.layout {
         // An unknown profile is the policy's `ProfileNotFound`; the rest of the layout is made.
         let Some(profile) = profile(&entry.profile) else { continue };
-        wanted.extend((0..entry.count).map(|_| (profile, entry.start)));
+        wanted.extend((0..entry.count.min(MOST + 1)).map(|_| (profile, entry.start)));
     }
     let counted: Vec<(usize, u32, Option<u32>)> = wanted.iter().map(|(p, start)| (*p, 1, *start)).collect();
     if pack_layout(&geometry, &counted).is_none() {
@@ -142,6 +145,7 @@ pub fn static_layout(
                 profile: geometry.profiles[profile].name.clone(),
                 placement: Placement { start, size: geometry.profiles[profile].size },
             }),
+            share: None,
             owner: Owner::Policy(PolicyOwner { name: policy.name_any(), kind: PolicyInstance::Static }),
         })
         .collect();
@@ -211,6 +215,7 @@ pub fn spec(
             gpu.unwrap_or(usize::MAX),
             partition.gpu.clone(),
             partition.instance.as_ref().map(|instance| instance.placement.start),
+            partition.share.as_ref().map(|share| share.id.clone()),
         )
     };
     partitions.sort_by_cached_key(order);
@@ -219,8 +224,12 @@ pub fn spec(
 
 /// Whether two entries for one GPU exclude each other.
 pub fn collide(a: &Partition, b: &Partition) -> bool {
+    let both_shares = a.share.is_some() && b.share.is_some();
     match (&a.instance, &b.instance) {
-        (Some(a), Some(b)) => a.placement.overlaps(&b.placement),
+        (None, None) => !both_shares,
+        (Some(one), Some(other)) => {
+            one.placement.overlaps(&other.placement) && !(both_shares && one == other)
+        }
         _ => true,
     }
 }

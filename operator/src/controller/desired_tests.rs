@@ -8,6 +8,7 @@ fn claimed(profile: &str, start: u32) -> Partition {
     Partition {
         gpu: "GPU-0".into(),
         instance: Some(wanted(profile, start)),
+        share: None,
         owner: Owner::Claim(ClaimOwner {
             namespace: "default".into(),
             name: "c".into(),

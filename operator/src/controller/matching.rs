@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kerf_crds::PartitionPolicy;
 use kerf_crds::gpu_node::Gpu;
 use kerf_crds::partition_policy::GpuSelector;
+use kerf_crds::{GpuNode, PartitionPolicy};
 use kube::ResourceExt;
 use kube::core::{Selector, SelectorExt};
 
-use crate::cache::World;
+use crate::cache::{NodeInfo, World};
 
 /// The policies that match one GPU.
 #[derive(Clone, Debug, Default)]
@@ -42,24 +42,47 @@ impl Match {
     }
 }
 
-/// Per node, per GPU UUID: who matches it.
-pub type Matches = BTreeMap<String, BTreeMap<String, Match>>;
+/// Who matches the GPUs of a node, by UUID.
+pub type OfNode = Arc<BTreeMap<String, Match>>;
+
+/// The same by node.
+pub type Matches = BTreeMap<String, OfNode>;
 
 /// Matches every reported GPU with every policy.
 pub fn matches(world: &World) -> Matches {
-    let policies: Vec<(&Arc<PartitionPolicy>, Option<Selector>)> = world
+    let policies: Vec<_> = world
         .policies
         .iter()
         .filter(|policy| policy.metadata.deletion_timestamp.is_none())
-        // A selector that cannot be read matches nothing; the policy's status says so.
-        .map(|policy| (policy, Selector::try_from(policy.spec.node_selector.clone()).ok()))
+        .cloned()
         .collect();
-    let empty = BTreeMap::new();
-    let mut all = Matches::new();
-    for gpu_node in world.gpu_nodes.iter() {
-        let name = gpu_node.name_any();
-        let labels = world.nodes.get(&name).map_or(&empty, |node| &node.labels);
-        let here: Vec<&Arc<PartitionPolicy>> = policies
+    let matcher = Matcher::of(&policies);
+    let of = |node: &Arc<GpuNode>| {
+        let name = node.name_any();
+        let found = matcher.node(node, world.nodes.get(&name).map(|node| &**node));
+        (name, found)
+    };
+    world.gpu_nodes.iter().map(of).collect()
+}
+
+/// Policies with their selectors read.
+#[derive(Debug)]
+pub struct Matcher<'a>(Vec<(&'a Arc<PartitionPolicy>, Option<Selector>)>);
+
+impl<'a> Matcher<'a> {
+    /// Of those policies that are not being deleted.
+    pub fn of(policies: &'a [Arc<PartitionPolicy>]) -> Self {
+        // A selector that cannot be read matches nothing; the policy's status says so.
+        let read = |policy: &Arc<PartitionPolicy>| Selector::try_from(policy.spec.node_selector.clone()).ok();
+        Self(policies.iter().map(|policy| (policy, read(policy))).collect())
+    }
+
+    /// Matches the GPUs of a node.
+    pub fn node(&self, gpu_node: &GpuNode, node: Option<&NodeInfo>) -> OfNode {
+        let empty = BTreeMap::new();
+        let labels = node.map_or(&empty, |node| &node.labels);
+        let here: Vec<&Arc<PartitionPolicy>> = self
+            .0
             .iter()
             .filter(|(_, selector)| selector.as_ref().is_some_and(|selector| selector.matches(labels)))
             .map(|(policy, _)| *policy)
@@ -74,9 +97,8 @@ pub fn matches(world: &World) -> Matches {
             };
             (gpu.uuid.clone(), matched)
         });
-        all.insert(name.clone(), gpus.collect());
+        Arc::new(gpus.collect())
     }
-    all
 }
 
 fn selects(selector: &GpuSelector, gpu: &Gpu) -> bool {

@@ -73,7 +73,7 @@ fn of(
     let generation = policy.metadata.generation;
     let nodes: BTreeSet<String> = gpus.iter().map(|gpu| gpu.node.name_any()).collect();
     let mut counts: BTreeMap<&str, (u32, u32)> = BTreeMap::new();
-    let mut whole = 0;
+    let (mut whole, mut shares) = (0, 0);
     for matched in gpus {
         for instance in &matched.gpu.instances {
             let count = counts.entry(&instance.profile).or_default();
@@ -87,19 +87,17 @@ fn of(
             });
             count.1 += u32::from(owned || instance.in_use());
         }
-        whole += u32::from(
-            matched
-                .node
-                .spec
-                .partitions
-                .iter()
-                .any(|partition| partition.gpu == matched.gpu.uuid && partition.instance.is_none()),
-        );
+        let on_it = || matched.node.spec.partitions.iter().filter(|one| one.gpu == matched.gpu.uuid);
+        whole += u32::from(on_it().any(|one| one.instance.is_none() && one.share.is_none()));
+        shares += on_it().filter(|one| one.share.is_some()).count();
     }
     let mut summary: Vec<String> =
         counts.iter().map(|(profile, (total, _))| format!("{total}x {profile}")).collect();
     if whole > 0 {
         summary.push(format!("{whole} whole"));
+    }
+    if shares > 0 {
+        summary.push(format!("{shares} shares"));
     }
     let old: &[Condition] = policy.status.as_ref().map_or(&[], |status| &status.conditions);
     let rivals: BTreeSet<String> = gpus

@@ -168,7 +168,8 @@ impl Writer {
             }
             match self.step(key, &seen, step).await {
                 // Giving a place up is no success: what led to it still stands.
-                Ok(Outcome::Done) if matches!(step, Step::ReadPod | Step::ClearAllocation) => {}
+                Ok(Outcome::Done)
+                    if matches!(step, Step::ReadPod | Step::ClearAllocation | Step::DeleteClaim) => {}
                 Ok(Outcome::Done) => self.memory.succeeded(&key.pod_uid),
                 Ok(Outcome::Later) => return,
                 Err(error) if is_conflict(&error) || is_gone(&error) => {
@@ -218,6 +219,7 @@ impl Writer {
                 })
                 .await
             }
+            Step::DeleteClaim => self.delete_claim(key, seen).await,
             Step::ReadPod => self.read_pod(key).await,
             Step::EvictPod => {
                 // Watches of pods and claims are not in step with each other: what looks lost may just be over.

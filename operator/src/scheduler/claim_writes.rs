@@ -7,7 +7,7 @@ use k8s_openapi::jiff::Timestamp;
 use kerf_crds::conditions::pod_reason;
 use kerf_crds::names;
 use kube::Api;
-use kube::api::{Patch, PatchParams, PostParams};
+use kube::api::{DeleteParams, Patch, PatchParams, PostParams, Preconditions};
 use serde_json::json;
 
 use super::apply::{Outcome, Writer, is_conflict};
@@ -60,6 +60,24 @@ impl Writer {
                 }
                 Err(error)
             }
+        }
+    }
+
+    /// Deletes a claim that is not allocated. kube-controller-manager takes the finalizer out.
+    pub(super) async fn delete_claim(&self, key: &Key, seen: &Seen) -> kube::Result<Outcome> {
+        let Some(claim) = &seen.claim else { return Ok(Outcome::Later) };
+        let preconditions = Preconditions {
+            uid: claim.metadata.uid.clone(),
+            resource_version: claim.metadata.resource_version.clone(),
+        };
+        let parameters = DeleteParams { preconditions: Some(preconditions), ..DeleteParams::default() };
+        match self.claims(&key.namespace).delete(&key.claim, &parameters).await?.left() {
+            Some(deleting) => {
+                self.cache.wrote_claim(deleting);
+                Ok(Outcome::Done)
+            }
+            // Gone at once: the watch tells.
+            None => Ok(Outcome::Later),
         }
     }
 

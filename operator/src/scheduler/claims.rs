@@ -1,27 +1,58 @@
 //! Shapes of claims: the one made from a pod's annotation, allocations, and what they say.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::{NodeSelector, NodeSelectorRequirement, NodeSelectorTerm};
 use k8s_openapi::api::resource::v1::{
-    AllocationResult, DeviceAllocationResult, DeviceClaim, DeviceRequest, DeviceRequestAllocationResult,
-    DeviceToleration, ExactDeviceRequest, ResourceClaim, ResourceClaimConsumerReference, ResourceClaimSpec,
+    AllocationResult, CELDeviceSelector, CapacityRequirements, DeviceAllocationResult, DeviceClaim,
+    DeviceRequest, DeviceRequestAllocationResult, DeviceSelector, DeviceToleration, ExactDeviceRequest,
+    ResourceClaim, ResourceClaimConsumerReference, ResourceClaimSpec,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference, Time};
 use k8s_openapi::jiff::Timestamp;
 use kerf_crds::GpuNode;
-use kerf_crds::gpu_node::{Owner, Partition, WantedInstance};
+use kerf_crds::device::{attribute, capacity};
+use kerf_crds::gpu_node::{Gpu, Isolation, Owner, Partition, WantedInstance, WantedShare};
 use kerf_crds::names;
-use kerf_crds::requests::{OriginalResources, expand};
+use kerf_crds::quantity::{milli_quantity, quantity};
+use kerf_crds::requests::{Asked, OriginalResources, ShareSize, expand};
 use kube::ResourceExt;
 
 use crate::cache::PodInfo;
+use crate::cache::quantity::milli;
 
 /// The DeviceClass that stands for an extended resource.
 pub fn class_of(resource: &str) -> String {
     match resource.strip_prefix(names::MIG_RESOURCE_PREFIX) {
         Some(profile) => kerf_crds::names::profile_class(profile),
         None => names::GPU_CLASS.to_owned(),
+    }
+}
+
+/// What a request for a share says. With hardware isolation it is one for a MIG instance that has as much.
+fn share(size: &ShareSize, isolation: Option<Isolation>) -> ExactDeviceRequest {
+    let capacity = BTreeMap::from([
+        (capacity::MEMORY.to_owned(), quantity(size.memory_bytes)),
+        (capacity::COMPUTE.to_owned(), quantity(size.compute_percent.into())),
+    ]);
+    let driver = || DeviceSelector {
+        cel: Some(CELDeviceSelector {
+            expression: format!(
+                "device.attributes[\"{}\"].{} == \"{}\"",
+                names::DRIVER,
+                attribute::ISOLATION,
+                Isolation::Driver.word()
+            ),
+        }),
+    };
+    ExactDeviceRequest {
+        device_class_name: match isolation {
+            Some(Isolation::Hardware) => names::MIG_CLASS.to_owned(),
+            _ => names::SHARE_CLASS.to_owned(),
+        },
+        selectors: (isolation == Some(Isolation::Driver)).then(|| vec![driver()]),
+        capacity: Some(CapacityRequirements { requests: Some(capacity) }),
+        ..ExactDeviceRequest::default()
     }
 }
 
@@ -33,10 +64,15 @@ pub fn from_annotation(pod: &PodInfo, name: &str, original: &OriginalResources) 
         .map(|request| DeviceRequest {
             name: request.name,
             exactly: Some(ExactDeviceRequest {
-                device_class_name: class_of(&request.resource),
                 allocation_mode: Some("ExactCount".into()),
                 count: Some(1),
-                ..ExactDeviceRequest::default()
+                ..match &request.asked {
+                    Asked::Resource(resource) => ExactDeviceRequest {
+                        device_class_name: class_of(resource),
+                        ..ExactDeviceRequest::default()
+                    },
+                    Asked::Share(size) => share(size, original.isolation),
+                }
             }),
             first_available: None,
         })
@@ -99,6 +135,13 @@ pub fn allocation(claim: &ResourceClaim) -> Option<&AllocationResult> {
     claim.status.as_ref()?.allocation.as_ref()
 }
 
+/// UID of the pod that a claim with shares is reserved for: it can have no other.
+pub fn sole_consumer(claim: &ResourceClaim) -> Option<&str> {
+    results(allocation(claim)?).find(|result| result.share_id.is_some())?;
+    let reserved = claim.status.as_ref()?.reserved_for.as_ref()?;
+    reserved.iter().find(|consumer| consumer.resource == "pods").map(|consumer| consumer.uid.as_str())
+}
+
 /// Results of Kerf's driver.
 pub fn results(allocation: &AllocationResult) -> impl Iterator<Item = &DeviceRequestAllocationResult> {
     let all = allocation.devices.iter().filter_map(|devices| devices.results.as_ref()).flatten();
@@ -107,7 +150,12 @@ pub fn results(allocation: &AllocationResult) -> impl Iterator<Item = &DeviceReq
 
 /// The node that an allocation of Kerf's is on: its pool.
 pub fn node_of(allocation: &AllocationResult) -> Option<String> {
-    results(allocation).next().map(|result| result.pool.clone())
+    pool(allocation).map(str::to_owned)
+}
+
+/// See [`node_of`].
+pub fn pool(allocation: &AllocationResult) -> Option<&str> {
+    results(allocation).next().map(|result| result.pool.as_str())
 }
 
 /// Whether the reservation is Kerf's hold.
@@ -135,47 +183,83 @@ pub fn reservation(pod: &PodInfo) -> ResourceClaimConsumerReference {
     }
 }
 
-/// Name of the DRA device that a partition is; `None` if the node's report does not have its GPU or profile.
+/// Name of the DRA device that a partition is, or is a part of; `None` if the node's report does not have its GPU or
+/// profile.
 pub fn device_of(node: &GpuNode, partition: &Partition) -> Option<String> {
     let status = node.status.as_ref()?;
     let gpu = status.gpus.iter().find(|gpu| gpu.uuid == partition.gpu)?;
-    match &partition.instance {
-        None => Some(gpu.name.clone()),
+    let carrier = match &partition.instance {
+        None => gpu.name.clone(),
         Some(wanted) => {
             let profile = status.geometry_of(gpu)?.profile(&wanted.profile)?;
-            Some(names::instance_device(&gpu.name, profile.id, wanted.placement.start))
+            names::instance_device(&gpu.name, profile.id, wanted.placement.start)
         }
-    }
+    };
+    Some(if partition.share.is_some() { names::share_device(&carrier) } else { carrier })
 }
 
-/// The partition that a DRA device name stands for, owned by `owner`.
-pub fn partition_of(node: &GpuNode, device: &str, owner: Owner) -> Option<Partition> {
+/// The partition that a result of an allocation stands for, owned by `owner`.
+pub fn partition_of(
+    node: &GpuNode,
+    result: &DeviceRequestAllocationResult,
+    owner: Owner,
+) -> Option<Partition> {
     let status = node.status.as_ref()?;
     for gpu in &status.gpus {
-        if gpu.name == device {
-            return Some(Partition { gpu: gpu.uuid.clone(), instance: None, owner });
+        let Some(rest) = result.device.strip_prefix(&gpu.name) else { continue };
+        let partition =
+            |instance, share| Partition { gpu: gpu.uuid.clone(), instance, share, owner: owner.clone() };
+        if rest.is_empty() {
+            return Some(partition(None, None));
         }
-        let Some(rest) = device.strip_prefix(&gpu.name).and_then(|rest| rest.strip_prefix("-mig-")) else {
+        if names::share_device(&gpu.name) == result.device {
+            return Some(partition(None, Some(share_of(gpu, result)?)));
+        }
+        let Some((id, start)) = rest.strip_prefix("-mig-").and_then(|rest| rest.split_once('-')) else {
             continue;
         };
-        let (id, start) = rest.split_once('-')?;
         let (id, start): (u32, u32) = (id.parse().ok()?, start.parse().ok()?);
         let profile = status.geometry_of(gpu)?.profiles.iter().find(|profile| profile.id == id)?;
         let instance = WantedInstance {
             profile: profile.name.clone(),
             placement: kerf_crds::gpu_node::Placement { start, size: profile.size },
         };
-        return Some(Partition { gpu: gpu.uuid.clone(), instance: Some(instance), owner });
+        return Some(partition(Some(instance), None));
     }
     None
 }
 
-/// What the allocation of a placement must say: request and device of each result.
-pub fn expected(node: &GpuNode, devices: &[Partition]) -> Option<BTreeSet<(String, String)>> {
+/// The share that a result says it is.
+fn share_of(gpu: &Gpu, result: &DeviceRequestAllocationResult) -> Option<WantedShare> {
+    let consumed = |name: &str| milli(result.consumed_capacity.as_ref()?.get(name)?);
+    Some(WantedShare {
+        id: result.share_id.clone()?,
+        memory_bytes: u64::try_from(consumed(capacity::MEMORY)? / 1000).ok()?,
+        compute_milli: u32::try_from(consumed(capacity::COMPUTE)?).ok()?,
+        isolation: gpu.sharing.as_ref().map(|sharing| sharing.isolation).unwrap_or_default(),
+    })
+}
+
+/// A device in an allocation: its request, its name, and which share of it.
+pub type Given = (String, String, Option<String>);
+
+/// What an allocation says.
+pub fn given(allocation: &AllocationResult) -> BTreeSet<Given> {
+    results(allocation)
+        .map(|result| (result.request.clone(), result.device.clone(), result.share_id.clone()))
+        .collect()
+}
+
+/// What the allocation of a placement must say.
+pub fn expected(node: &GpuNode, devices: &[Partition]) -> Option<BTreeSet<Given>> {
     devices
         .iter()
         .map(|partition| match &partition.owner {
-            Owner::Claim(owner) => Some((owner.request.clone(), device_of(node, partition)?)),
+            Owner::Claim(owner) => Some((
+                owner.request.clone(),
+                device_of(node, partition)?,
+                partition.share.as_ref().map(|share| share.id.clone()),
+            )),
             Owner::Policy(_) | Owner::Reservation(_) => None,
         })
         .collect()
@@ -189,14 +273,24 @@ pub fn allocate(
     now: Timestamp,
 ) -> Option<AllocationResult> {
     let name = node.name_any();
+    let size = |id: &Option<String>| {
+        let shares = devices.iter().filter_map(|partition| partition.share.as_ref());
+        let share = shares.into_iter().find(|share| Some(&share.id) == id.as_ref())?;
+        Some(BTreeMap::from([
+            (capacity::MEMORY.to_owned(), quantity(share.memory_bytes)),
+            (capacity::COMPUTE.to_owned(), milli_quantity(share.compute_milli.into())),
+        ]))
+    };
     let results = expected(node, devices)?
         .into_iter()
-        .map(|(request, device)| DeviceRequestAllocationResult {
+        .map(|(request, device, share_id)| DeviceRequestAllocationResult {
             tolerations: tolerations(claim, &request),
             request,
             driver: names::DRIVER.into(),
             pool: name.clone(),
             device,
+            consumed_capacity: size(&share_id),
+            share_id,
             ..DeviceRequestAllocationResult::default()
         })
         .collect();

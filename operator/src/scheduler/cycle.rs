@@ -14,7 +14,6 @@ use std::time::Instant;
 use kerf_crds::conditions::pod_reason;
 use kerf_crds::gpu_node::{Owner, Partition};
 use kerf_planner::plan::RefusalKind;
-use kube::ResourceExt;
 
 use super::decision::{Decision, Looking, NodeWrite};
 use super::entries::{Changes, commit};
@@ -30,8 +29,8 @@ use super::snapshot;
 use super::tell::Sentence;
 use super::warm;
 use crate::cache::{PodInfo, World};
-use crate::controller::desired;
-use crate::controller::matching;
+use crate::controller::desired::{self, Problems};
+use crate::recorder::Planned;
 
 /// Decides. `wall` is the time in seconds since 1970, for reservations.
 pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instant, wall: i64) -> Decision {
@@ -39,14 +38,17 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     let mut changes = Changes::default();
 
     // 1. Snapshot.
-    let matches = matching::matches(world);
-    let reserved = rooms::on_record(world);
+    let mut views = memory.views();
+    views.refresh(world);
+    let views = &*views;
+    let matches = Arc::clone(views.matches());
+    let reserved = rooms::on_record(views);
     let bound = rooms::binding(world, memory, &reserved, wall);
-    let mut board = snapshot::take(world, &matches, |said| rooms::is_one_of(&bound, said));
+    let mut board = snapshot::take(world, views, |said| rooms::is_one_of(&bound, said));
     snapshot::note_failing(&mut board, &memory.failing_gpus(now));
 
     // 2. Join.
-    let joined = join(world, &board, memory, now, &mut decision, &mut changes);
+    let joined = join(world, views, &board, memory, now, &mut decision, &mut changes);
 
     // Allocations that go back on record: the board does not know them yet, so nothing else goes to their nodes.
     for name in changes.added.keys() {
@@ -58,11 +60,16 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     // 3. Plan.
     let memo = Memo::default();
     let looking = Looking { world, board: &board, memory, selectors, memo: &memo, now };
-    let mut candidates = queue::candidates(&looking, &joined.placed, joined.troubled, &mut decision);
+    let gangs = &joined.gangs;
+    let mut candidates = queue::candidates(&looking, &joined.placed, joined.troubled, gangs, &mut decision);
     let mut making = rooms::carry_on(&looking, &matches, &reserved, &bound, &joined.placed, wall);
     let (mut given, mut gifts) = (BTreeSet::new(), Vec::new());
     candidates.retain(|candidate| {
         let Candidate { pod, wanted, .. } = candidate;
+        // Room for one of a gang is none for all.
+        if wanted.request.gang.is_some() {
+            return true;
+        }
         match rooms::claim(&looking, &matches, &reserved, &bound, &making, &given, candidate) {
             Kept::Nothing => true,
             Kept::Later => false,
@@ -93,7 +100,19 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     }
     board.snapshot.movable = std::mem::take(&mut offer.movable);
     board.snapshot.budgets = std::mem::take(&mut offer.budgets);
-    let mut plan = kerf_planner::plan(&board.snapshot);
+    let mut plan = memory.planner().plan(&board.snapshot);
+    let planned = (!board.snapshot.requests.is_empty()).then(|| plan.clone());
+    let gang_of = |request: usize| board.snapshot.requests[request].gang.clone();
+    let completed = plan.placements.iter().filter_map(|placement| gang_of(placement.request)).collect();
+    let mut given_back = gangs.to_give_back(&completed);
+    // Those of which one cannot run where its place is, and has no better one.
+    let stuck = plan.refusals.iter().filter_map(|refusal| candidates[refusal.request].instead_of.as_ref());
+    let stuck = stuck.filter(|troubled| troubled.gpu.is_none()).map(|troubled| &troubled.pod);
+    given_back.extend(gangs.to_yield(stuck));
+    for key in given_back {
+        memory.give_back(&key);
+        decision.drive.insert(key);
+    }
     plan.placements.retain(|placement| {
         let Candidate { pod, wanted, instead_of } = &candidates[placement.request];
         match instead_of {
@@ -143,7 +162,13 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
         }
         let sentence = match rooms::told(&board, &reserved, &making, pod) {
             Some(message) => Sentence::waiting(pod_reason::MAKING_ROOM, message),
-            None => Sentence::waiting(reason, format!("{}{}", refusal.message, rooms::in_vain(memory, pod))),
+            None => {
+                let beside = gangs.beside(pod);
+                Sentence::waiting(
+                    reason,
+                    format!("{}{beside}{}", refusal.message, rooms::in_vain(memory, pod)),
+                )
+            }
         };
         match instead_of {
             Some(troubled) => decision.tell_troubled(troubled),
@@ -152,11 +177,22 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
     }
 
     // 4. Compose.
-    let warm = warm::entries(&board, &matches, &plan);
-    for node in &board.gpu_nodes {
-        let name = node.name_any();
-        let removed = changes.removed.remove(&name).unwrap_or_default();
-        let added = changes.added.remove(&name).unwrap_or_default();
+    let mut warm = warm::entries(world.policies.iter(), &board, &matches, &plan);
+    for (view, node) in views.nodes() {
+        let name = node.metadata.name.as_deref().unwrap_or_default();
+        let removed = changes.removed.remove(name).unwrap_or_default();
+        let added = changes.added.remove(name).unwrap_or_default();
+        let warm = warm.remove(name).unwrap_or_default();
+        let stays_whole = removed.is_empty() && added.is_empty() && !view.reserved;
+        if stays_whole
+            && let Some((of, problems)) = &*view.composed.borrow()
+            && *of == warm
+        {
+            for (policy, said) in problems {
+                decision.problems.entry(policy.clone()).or_default().extend(said.iter().cloned());
+            }
+            continue;
+        }
         let stays = node.spec.partitions.iter().filter(|partition| match &partition.owner {
             Owner::Claim(_) => !removed.iter().any(|key| placements::owns(key, &partition.owner)),
             Owner::Reservation(said) => making.stays(said),
@@ -164,38 +200,39 @@ pub fn decide(world: &World, memory: &Memory, selectors: &Selectors, now: Instan
         });
         let stays: Vec<Partition> = stays.cloned().collect();
         // The rule that never breaks, whatever went wrong above.
-        let added = if claims_collide(stays.iter().chain(&added)) {
+        let collide = claims_collide(stays.iter().chain(&added));
+        let added = if collide {
             tracing::error!(
                 node = name,
                 ?added,
                 "places that overlap with each other or with others' are not written"
             );
-            changes.new.remove(&name);
+            changes.new.remove(name);
             Vec::new()
         } else {
             added
         };
         let claims: Vec<Partition> = stays.into_iter().chain(added).collect();
-        let nothing = BTreeMap::new();
-        let spec = desired::spec(
-            node,
-            matches.get(&name).unwrap_or(&nothing),
-            claims,
-            warm.get(&name).cloned().unwrap_or_default(),
-            &mut decision.problems,
-        );
+        let mut problems = Problems::new();
+        let spec = desired::spec(node, &view.matches, claims, warm.clone(), &mut problems);
+        for (policy, said) in &problems {
+            decision.problems.entry(policy.clone()).or_default().extend(said.iter().cloned());
+        }
         if spec != node.spec {
             decision.specs.push(NodeWrite {
                 node: Arc::clone(node),
                 spec,
-                added: changes.new.remove(&name).unwrap_or_default(),
+                added: changes.new.remove(name).unwrap_or_default(),
                 removed,
             });
+        } else if stays_whole && !collide {
+            *view.composed.borrow_mut() = Some((warm, problems));
         }
     }
     decision.evictions = making.evict;
     decision.sentences = one_each(std::mem::take(&mut decision.sentences));
     decision.matches = matches;
+    decision.planned = planned.map(|plan| Planned { snapshot: board.snapshot, plan });
     decision
 }
 

@@ -2,6 +2,8 @@ use kerf_crds::GpuNode;
 use kerf_crds::gpu_node::ClaimOwner;
 use serde_json::json;
 
+use kube::ResourceExt;
+
 use super::*;
 use crate::cache::Stored;
 use crate::scheduler::claims;
@@ -305,6 +307,7 @@ fn running_off_the_record() -> (World, Partition) {
     let partition = Partition {
         gpu: "GPU-0".into(),
         instance: Some(wanted("3g.40gb", 4)),
+        share: None,
         owner: Owner::Claim(ClaimOwner {
             namespace: "default".into(),
             name: "c".into(),
@@ -544,6 +547,31 @@ fn a_pod_with_two_claims_is_told_one_thing_and_leaves_once() {
 }
 
 #[test]
+fn a_claim_that_two_pods_share_is_on_record_for_one_of_them() {
+    let memory = Memory::default();
+    let class = "mig-3g.40gb.kerf.dev";
+    let shared = claim("c", json!({"requests": [{"name": "r", "exactly": {"deviceClassName": class}}]}));
+    let (a, b) = (claiming_pod("a", &["c"]), claiming_pod("b", &["c"]));
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic()).with_claim(shared).with_pod(a).with_pod(b);
+    let owners = |world: &World| entries(world, "n0").into_iter().map(|entry| entry.2).collect::<Vec<_>>();
+    // The second waits while the first's place is new, and while it is on record.
+    for _ in 0..2 {
+        let decision = decide_now(&world, &memory);
+        commit_specs(&mut world, &decision);
+        assert_eq!(owners(&world), ["a"]);
+        let (reason, message) = said(&decision, "b").expect("a sentence");
+        assert_eq!(reason, pod_reason::WAITS_FOR_CLAIM);
+        assert_eq!(message, "ResourceClaim \"c\", which it shares, is allocated for pod \"a\" first");
+    }
+    // Once it is allocated nothing is planned for the other: it goes where the claim is.
+    let there = world.gpu_nodes.get("n0").unwrap().spec.partitions.clone();
+    let done = allocated("c", &world, &there, &claiming_pod("a", &["c"]));
+    let world = world.with_claim(done);
+    let decision = decide_now(&world, &memory);
+    assert!(decision.specs.is_empty(), "{:?}", decision.specs);
+}
+
+#[test]
 fn the_gate_stays_while_gates_of_others_are_there_even_if_all_is_allocated() {
     let (world, partition) = running_off_the_record();
     let mut world = world;
@@ -578,6 +606,7 @@ fn claims_that_share_slices_are_noticed() {
     let of = |gpu: &str, profile: &str, start: u32| Partition {
         gpu: gpu.into(),
         instance: Some(wanted(profile, start)),
+        share: None,
         owner: Owner::Claim(ClaimOwner {
             namespace: "default".into(),
             name: format!("{gpu}-{start}"),

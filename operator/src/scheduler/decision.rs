@@ -17,6 +17,7 @@ use super::trouble::Troubled;
 use crate::cache::{PodInfo, World};
 use crate::controller::desired::Problems;
 use crate::controller::matching::Matches;
+use crate::recorder::Planned;
 
 /// What a cycle wants written.
 #[derive(Debug, Default)]
@@ -38,9 +39,11 @@ pub struct Decision {
     /// UIDs of those of them that have no place: a node that was nominated for one keeps room for nobody.
     pub placeless: BTreeSet<String>,
     /// For the policies' status.
-    pub matches: Matches,
+    pub matches: Arc<Matches>,
     /// See [`Problems`].
     pub problems: Problems,
+    /// What the planner was asked and what it answered, if it was asked for anybody.
+    pub planned: Option<Planned>,
 }
 
 impl Decision {

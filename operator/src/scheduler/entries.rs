@@ -2,9 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kerf_crds::gpu_node::{ClaimOwner, Owner, Partition, Placement, WantedInstance};
+use kerf_crds::gpu_node::{ClaimOwner, Owner, Partition, Placement, WantedInstance, WantedShare};
 use kerf_planner::plan::PlacedDevice;
 use kube::ResourceExt;
+use sha2::{Digest as _, Sha256};
+use uuid::Uuid;
 
 use super::placements::Key;
 use super::requests::Wanted;
@@ -32,9 +34,12 @@ pub fn commit(
     let name = board.gpu_nodes[node].name_any();
     let mut entries = Vec::new();
     let mut keys: BTreeSet<Key> = BTreeSet::new();
-    for device in devices {
+    for (index, device) in devices.iter().enumerate() {
         let Some((claim, request)) = wanted.parts.get(&device.request) else { return };
-        let Some(entry) = entry(board, node, device, pod, claim, request) else { return };
+        let Some(mut entry) = entry(board, node, device, pod, claim, request) else { return };
+        if let Some(share) = &mut entry.share {
+            share.id = share_id(&entry.owner, &entry.gpu, index);
+        }
         entries.push(entry);
         keys.insert(Key {
             node: name.clone(),
@@ -82,5 +87,27 @@ pub fn partition(board: &Board, node: usize, device: &PlacedDevice, owner: Owner
             })
         }
     };
-    Some(Partition { gpu: gpu.uuid.clone(), instance, owner })
+    let share = device.share.map(|portion| WantedShare {
+        id: String::new(),
+        memory_bytes: portion.memory_bytes,
+        compute_milli: u32::try_from(portion.compute_milli).unwrap_or(u32::MAX),
+        isolation: board
+            .gpu(node, device.gpu)
+            .and_then(|gpu| gpu.sharing.as_ref())
+            .map(|sharing| sharing.isolation)
+            .unwrap_or_default(),
+    });
+    Some(Partition { gpu: gpu.uuid.clone(), instance, share, owner })
+}
+
+/// The share's id: the same for the same place, and no other's.
+fn share_id(owner: &Owner, gpu: &str, index: usize) -> String {
+    let name = match owner {
+        Owner::Claim(owner) => format!("{} {} {} {gpu} {index}", owner.pod_uid, owner.name, owner.request),
+        Owner::Policy(_) | Owner::Reservation(_) => String::new(),
+    };
+    let hash: [u8; 32] = Sha256::digest(name).into();
+    let mut bytes = [0; 16];
+    bytes.copy_from_slice(&hash[..16]);
+    Uuid::new_v8(bytes).to_string()
 }

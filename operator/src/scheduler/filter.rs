@@ -3,14 +3,29 @@
 use std::collections::BTreeSet;
 
 use k8s_openapi::api::resource::v1::DeviceClass;
+use kerf_crds::device::{self, capacity};
 use kerf_crds::gpu_node::{Gpu, GpuNodeStatus};
-use kerf_crds::{device, names};
+use kerf_crds::names;
+use kerf_crds::requests::LEAST_SHARE_MEMORY;
+use kerf_planner::snapshot::Portion;
 use kube::ResourceExt;
 
 use super::needs::Ask;
 use super::requests::{class_selectors, expressions};
 use super::selectors::{Device, Selectors};
+use super::tell::share_text;
 use crate::cache::quantity;
+
+/// What of a GPU the selectors admit.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Admitted {
+    /// The whole of it.
+    pub whole: bool,
+    /// Instances of these profiles, by index.
+    pub profiles: BTreeSet<usize>,
+    /// A share of it.
+    pub share: bool,
+}
 
 /// The selectors of a request and its class together.
 pub(super) struct Filter<'a> {
@@ -22,6 +37,8 @@ pub(super) struct Filter<'a> {
     pub individual: bool,
     class: &'a DeviceClass,
     own: usize,
+    /// How large a share of a GPU would have to be, if the request says so.
+    pub share: Option<Portion>,
 }
 
 impl<'a> Filter<'a> {
@@ -31,41 +48,51 @@ impl<'a> Filter<'a> {
         let of_request: Vec<&str> = expressions(ask.selectors.as_ref()).collect();
         let own = of_request.len();
         let expressions: Vec<&str> = of_class.into_iter().chain(of_request).collect();
-        let mut capacity = Vec::new();
+        let mut asked = Vec::new();
         for (name, amount) in ask.capacity.iter().filter_map(|c| c.requests.as_ref()).flatten() {
             let amount = quantity::milli(amount)
                 .ok_or_else(|| format!("{}: capacity {name:?}: {:?} is no quantity", ask.path, amount.0))?;
             let name = name.strip_prefix(names::DRIVER).and_then(|n| n.strip_prefix('/')).unwrap_or(name);
-            capacity.push((name, amount));
+            asked.push((name, amount));
         }
+        let share = match share_size(&asked, ask) {
+            Ok(size) => Some(size),
+            Err(message) if class.name_any() == names::SHARE_CLASS => return Err(message),
+            Err(_) => None,
+        };
         Ok(Self {
+            share,
             selectors,
             path: &ask.path,
             individual: expressions.iter().any(|expression| Selectors::tells_gpus_apart(expression)),
             expressions,
-            capacity,
+            capacity: asked,
             class,
             own,
         })
     }
 
-    /// Whether the whole GPU will do, and which profiles on it, by index.
-    pub fn of_gpu(&self, status: &GpuNodeStatus, gpu: &Gpu) -> Result<(bool, BTreeSet<usize>), String> {
-        let whole = self.admits(&Device {
-            attributes: device::attributes(status, gpu, None),
-            capacities: device::capacities(gpu, None),
-        })?;
-        let mut profiles = BTreeSet::new();
-        for (index, profile) in status.geometry_of(gpu).iter().flat_map(|g| &g.profiles).enumerate() {
-            let device = Device {
-                attributes: device::attributes(status, gpu, Some((profile, None))),
-                capacities: device::capacities(gpu, Some(profile)),
-            };
-            if self.admits(&device)? {
-                profiles.insert(index);
+    /// What of the GPU will do.
+    pub fn of_gpu(&self, status: &GpuNodeStatus, gpu: &Gpu) -> Result<Admitted, String> {
+        let admits = |kind: device::Device<'_>| {
+            self.admits(&Device {
+                attributes: device::attributes(status, gpu, kind),
+                capacities: device::capacities(gpu, kind),
+            })
+        };
+        let mut admitted = Admitted {
+            whole: admits(device::Device::Gpu)?,
+            profiles: BTreeSet::new(),
+            share: gpu.sharing.is_some() && self.share.is_some() && admits(device::Device::Share)?,
+        };
+        if let Some(geometry) = status.geometry_of(gpu) {
+            for (index, profile) in geometry.profiles.iter().enumerate() {
+                if admits(device::Device::Instance(geometry, profile, None))? {
+                    admitted.profiles.insert(index);
+                }
             }
         }
-        Ok((whole, profiles))
+        Ok(admitted)
     }
 
     fn admits(&self, device: &Device) -> Result<bool, String> {
@@ -91,6 +118,11 @@ impl<'a> Filter<'a> {
     pub fn label(&self) -> String {
         let class = self.class.name_any();
         let base = match class.as_str() {
+            names::SHARE_CLASS => {
+                let Portion { memory_bytes, compute_milli, .. } = self.share.unwrap_or_default();
+                let text = share_text(memory_bytes, u32::try_from(compute_milli).unwrap_or(u32::MAX));
+                return if self.own > 0 { format!("{text} (with selectors)") } else { text };
+            }
             names::GPU_CLASS => "a whole GPU".to_owned(),
             names::MIG_CLASS => "a MIG instance".to_owned(),
             other => match other.strip_prefix("mig-").and_then(|rest| rest.strip_suffix(".kerf.dev")) {
@@ -100,4 +132,40 @@ impl<'a> Filter<'a> {
         };
         if self.own > 0 || !self.capacity.is_empty() { format!("{base} (with selectors)") } else { base }
     }
+}
+
+/// The share that a request asks for by its capacities; an error says why it is none.
+fn share_size(asked: &[(&str, i128)], ask: &Ask<'_>) -> Result<Portion, String> {
+    let of = |wanted: &str| asked.iter().find(|(name, _)| *name == wanted).map(|(_, amount)| *amount);
+    let sizes = of(capacity::MEMORY).zip(of(capacity::COMPUTE));
+    let Some((memory, compute)) = sizes.filter(|(memory, compute)| *memory > 0 && *compute > 0) else {
+        return Err(format!(
+            "{}: a share needs a size: capacity.requests with {} in bytes and {} in percent of a GPU",
+            ask.path,
+            capacity::MEMORY,
+            capacity::COMPUTE
+        ));
+    };
+    let size = Portion {
+        memory_bytes: u64::try_from((memory + 999) / 1000).unwrap_or(u64::MAX),
+        // MPS takes whole percents: what is enforced is what counts.
+        compute_milli: u64::try_from(compute).unwrap_or(u64::MAX).div_ceil(1000).saturating_mul(1000),
+        clients: 1,
+    };
+    if size.memory_bytes < LEAST_SHARE_MEMORY {
+        return Err(format!(
+            "{}: capacity.requests.{} is in bytes, and less than {}Mi is too little for a CUDA context; write 12Gi for \
+             12 GiB",
+            ask.path,
+            capacity::MEMORY,
+            LEAST_SHARE_MEMORY >> 20
+        ));
+    }
+    if ask.count.unwrap_or(1) != 1 {
+        return Err(format!(
+            "{}: a request is for one share: the processes of a container find one MPS server only, and each GPU has its own",
+            ask.path
+        ));
+    }
+    Ok(size)
 }

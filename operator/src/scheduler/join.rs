@@ -1,18 +1,20 @@
-//! Every placement on record is asked for its next step.
+//! Every placement on record that has one before it is asked for its next step.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
-use kerf_planner::protocol::{self, Step, next};
+use kerf_planner::protocol::{self, Step, Waiting, next};
 
 use super::decision::Decision;
 use super::entries::Changes;
+use super::gangs::{Gangs, Part};
 use super::memory::Memory;
 use super::placements;
 use super::snapshot::Board;
 use super::tell;
 use super::trouble::{self, Trouble, Troubled};
+use super::views::Views;
 use crate::cache::World;
 
 /// What looking at all placements has shown.
@@ -22,11 +24,13 @@ pub struct Joined {
     pub placed: BTreeSet<String>,
     /// Places that would be left for better ones.
     pub troubled: Vec<Troubled>,
+    pub gangs: Gangs,
 }
 
-/// Looks at all placements; what is to be written goes into `decision` and `changes`.
+/// Looks at all placements but those of nodes where all run; what is to be written goes into `decision` and `changes`.
 pub fn join(
     world: &World,
+    views: &Views,
     board: &Board,
     memory: &Memory,
     now: Instant,
@@ -34,11 +38,14 @@ pub fn join(
     changes: &mut Changes,
 ) -> Joined {
     let mut joined = Joined::default();
-    let keys = placements::all(world);
+    let (keys, looked_at) = views.to_look_at(world);
     memory.set_superseded(placements::superseded(world, &keys));
     let mut lost: BTreeSet<String> = BTreeSet::new();
+    let mut parts: BTreeMap<String, Vec<Part>> = BTreeMap::new();
     for key in &keys {
         let mut seen = placements::look(world, memory, key);
+        // Until all of its gang have been looked at.
+        seen.observed.held_back = seen.pod.as_deref().is_some_and(placements::waits_for_gang);
         if matches!(seen.observed.claim, protocol::Claim::Allocated { .. }) {
             memory.forget_read(key);
             seen.observed.pod_read_live = false;
@@ -77,7 +84,12 @@ pub fn join(
         let Some(pod) = &seen.pod else { continue };
         if waiting && !seen.observed.superseded {
             let sentence = tell::of_placement(&seen, step, memory.trouble(&pod.uid), trouble.as_ref());
+            if pod.gang().is_some() {
+                let part = Part::of(key, &seen, step, trouble.is_some(), sentence.as_ref());
+                parts.entry(pod.uid.clone()).or_default().push(part);
+            }
             let gpu = match trouble {
+                None if step == Step::Wait(Waiting::Others) => continue,
                 None | Some(Trouble::Hopeless) => {
                     decision.sentences.extend(sentence.map(|sentence| (Arc::clone(pod), sentence)));
                     continue;
@@ -103,7 +115,11 @@ pub fn join(
             decision.drive.insert(key.clone());
         }
     }
-    for pod in placements::stranded(world) {
+    joined.gangs = Gangs::of(world, parts);
+    let together = joined.gangs.together(decision, |pod_uid| memory.may_try(pod_uid, now));
+    memory.set_together(together);
+    let bound = looked_at.iter().filter_map(|view| view.pods()).flat_map(|pods| pods.values());
+    for pod in placements::stranded(world, bound.filter(|pod| pod.detail.is_some())) {
         lost.insert(pod.uid.clone());
         if memory.stranded(&pod.uid, now) {
             decision.stranded.push(pod);

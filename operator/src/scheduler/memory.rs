@@ -5,10 +5,13 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use kerf_planner::Planner;
 use kerf_planner::plan::NoMoves;
 
 use super::placements::Key;
 use super::trouble::FailingGpu;
+use super::views::Views;
+use crate::cache::{Stored, World};
 
 /// First pause after a failure; doubled each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(250);
@@ -24,12 +27,18 @@ const LONGEST_CALM: Duration = Duration::from_secs(300);
 const STILL_TRUE: Duration = Duration::from_secs(60);
 /// Counts in a policy's status are not rewritten more often than this: they change with every pod.
 const COUNTS: Duration = Duration::from_secs(5);
+/// So much of what is over may be remembered in any case.
+const MANY: usize = 1024;
 /// A pod is found stranded for this long before it is evicted, so that watches of pods and claims can catch up.
 pub const STRANDED: Duration = Duration::from_secs(5);
 
 /// See the module.
 #[derive(Debug, Default)]
-pub struct Memory(Mutex<Inner>);
+pub struct Memory {
+    inner: Mutex<Inner>,
+    views: Mutex<Views>,
+    planner: Mutex<Planner>,
+}
 
 #[derive(Debug, Default)]
 struct Inner {
@@ -37,6 +46,8 @@ struct Inner {
     withdrawing: HashSet<Key>,
     read_live: HashSet<Key>,
     superseded: HashSet<Key>,
+    /// UIDs of pods whose gangs are complete.
+    together: HashSet<String>,
     /// UIDs of claims that this process has allocated.
     allocated: HashSet<String>,
     /// GPUs on which steps fail, by UUID.
@@ -45,6 +56,8 @@ struct Inner {
     quotas: HashMap<String, u64>,
     /// Until when the counts of a policy's status stay as they are, by name.
     policies: HashMap<String, Instant>,
+    /// What is over is looked for once so much is known.
+    pruned_at: usize,
 }
 
 #[derive(Debug)]
@@ -102,7 +115,17 @@ impl Inner {
 
 impl Memory {
     fn lock(&self) -> MutexGuard<'_, Inner> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was worked out of nodes.
+    pub fn views(&self) -> MutexGuard<'_, Views> {
+        self.views.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was worked out of the planner's nodes.
+    pub fn planner(&self) -> MutexGuard<'_, Planner> {
+        self.planner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the placement is being given up.
@@ -135,7 +158,8 @@ impl Memory {
         failing.map(|(uuid, gpu)| (uuid.clone(), gpu.why.clone())).collect()
     }
 
-    /// Begins to give a placement up that the pod may not have (its claim was refused): nothing is wrong with the node.
+    /// Begins to give a placement up that the pod may not have (its claim was refused, its gang is not complete): nothing
+    /// is wrong with the node.
     pub fn give_back(&self, key: &Key) {
         self.lock().withdrawing.insert(key.clone());
     }
@@ -155,6 +179,16 @@ impl Memory {
     /// See [`Memory::set_superseded`].
     pub fn superseded(&self, key: &Key) -> bool {
         self.lock().superseded.contains(key)
+    }
+
+    /// Notes the pods of gangs of which enough are ready to start.
+    pub fn set_together(&self, pod_uids: HashSet<String>) {
+        self.lock().together = pod_uids;
+    }
+
+    /// See [`Memory::set_together`].
+    pub fn together(&self, pod_uid: &str) -> bool {
+        self.lock().together.contains(pod_uid)
     }
 
     /// Whether the pod may be moved now.
@@ -375,13 +409,24 @@ impl Memory {
         moments.flatten().chain(gpus).chain(policies).filter(|moment| *moment > now).min()
     }
 
-    /// Forgets pods and placements that are over.
-    pub fn prune(&self, pod_lives: impl Fn(&str) -> bool, claim_lives: impl Fn(&str) -> bool) {
+    /// Forgets pods and placements that are over, once there may be as many of them as others.
+    pub fn forget_what_is_over(&self, world: &World) {
         let mut inner = self.lock();
+        let known =
+            inner.pods.len() + inner.allocated.len() + inner.withdrawing.len() + inner.read_live.len();
+        if known <= inner.pruned_at {
+            return;
+        }
+        let pods = world.interesting.iter().filter_map(|key| Some(world.pods.get(key)?.uid.as_str()));
+        let pods: HashSet<&str> = pods.collect();
+        let claims: HashSet<&str> = world.claims.iter().map(|claim| claim.uid()).collect();
+        let (pod_lives, claim_lives) = (|uid: &str| pods.contains(uid), |uid: &str| claims.contains(uid));
         inner.pods.retain(|uid, _| pod_lives(uid));
         inner.withdrawing.retain(|key| pod_lives(&key.pod_uid));
         inner.read_live.retain(|key| pod_lives(&key.pod_uid));
         inner.allocated.retain(|uid| claim_lives(uid));
+        let left = inner.pods.len() + inner.allocated.len() + inner.withdrawing.len() + inner.read_live.len();
+        inner.pruned_at = 2 * left + MANY;
     }
 }
 

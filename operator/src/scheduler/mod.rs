@@ -7,12 +7,14 @@
 //! | file | |
 //! |---|---|
 //! | `cycle`, `decision` | one cycle: the order of the things below; what comes out |
+//! | `views` | what is worked out of each node alone, kept from cycle to cycle |
 //! | `snapshot` | the planner's view of the cluster |
 //! | `placements`, `join` | what is on record, seen together with claims, pods and reports; its next step |
 //! | `trouble` | places that do not work out |
 //! | `queue`, `requests`, `needs`, `filter`, `selectors` | who is planned for, and what each asks for, down to CEL |
 //! | `entries`, `preempt`, `warm` | what goes into nodes' specs: placements, also where kube-scheduler must preempt; warm instances |
 //! | `rooms` | room that is made by moving others |
+//! | `gangs` | pods that get their places together or not at all |
 //! | `tell` | what pods are told |
 //! | `apply`, `claim_writes`, `pod_writes`, `events`, `evictions`, `claims` | the writes |
 //! | `memory` | the pace |
@@ -26,6 +28,7 @@ pub mod entries;
 pub mod events;
 mod evictions;
 mod filter;
+pub mod gangs;
 pub mod join;
 pub mod memory;
 pub mod needs;
@@ -36,23 +39,32 @@ pub mod queue;
 pub mod requests;
 pub mod rooms;
 pub mod selectors;
+#[cfg(test)]
+mod shares_tests;
 pub mod snapshot;
 pub mod tell;
 pub mod trouble;
+pub mod views;
 pub mod warm;
 
-use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use k8s_openapi::jiff::Timestamp;
 
-use crate::cache::Stored;
 use crate::controller;
+use crate::recorder::Recorder;
 use apply::Writer;
 use selectors::Selectors;
 
 /// Least time between the beginnings of two cycles: changes that come together are planned together.
 const COALESCE: Duration = Duration::from_millis(10);
+/// Deciding takes one part in so many of the time at most: where a cycle takes longer, more changes are planned together,
+/// and the processors are left to those who carry the decisions out.
+const SHARE: u32 = 4;
+/// Yet changes never wait for longer than this.
+const REST: Duration = Duration::from_secs(1);
+/// What policies and classes are to say is worked out in one part in so many of the time at most.
+const TOLD: u32 = 20;
 /// A new leader looks on for so long: the watches of pods and of nodes are not in step with each other, and a record of
 /// the former leader's must not be taken for one whose pod is gone.
 const SETTLE: Duration = Duration::from_millis(500);
@@ -60,12 +72,13 @@ const SETTLE: Duration = Duration::from_millis(500);
 const IDLE: Duration = Duration::from_secs(10);
 
 /// Runs cycles until `stop` resolves. Does nothing while another leads.
-pub async fn run(writer: Writer, stop: impl Future<Output = ()>) {
+pub async fn run(writer: Writer, recorder: Recorder, stop: impl Future<Output = ()>) {
     let selectors = Selectors::default();
     let rounds = controller::clients::Rounds::default();
     let mut stop = std::pin::pin!(stop);
     let mut pause = IDLE;
     let mut led_since = None;
+    let mut tell_again = Instant::now();
     loop {
         tokio::select! {
             () = writer.cache.changed() => {}
@@ -83,7 +96,8 @@ pub async fn run(writer: Writer, stop: impl Future<Output = ()>) {
             pause = rest;
             continue;
         }
-        let (decision, clients, policies, classes) = {
+        let mut told = false;
+        let (mut decision, clients, policies, classes) = {
             let world = writer.cache.read();
             if !world.synced() {
                 pause = IDLE;
@@ -91,17 +105,26 @@ pub async fn run(writer: Writer, stop: impl Future<Output = ()>) {
             }
             let wall = Timestamp::now().as_second();
             let decision = cycle::decide(&world, &writer.memory, &selectors, began, wall);
-            let pods = world.interesting.iter().filter_map(|key| Some(world.pods.get(key)?.uid.as_str()));
-            let pods: HashSet<&str> = pods.collect();
-            let claims: HashSet<&str> = world.claims.iter().map(|claim| claim.uid()).collect();
-            writer.memory.prune(|uid| pods.contains(uid), |uid| claims.contains(uid));
-            let (matches, problems) = (&decision.matches, &decision.problems);
-            let clients = controller::clients::due(&world, matches, &rounds, began);
-            let policies = controller::status::all(&world, matches, problems, &rounds, &writer.memory, began);
-            let classes = controller::classes::missing(&world);
-            (decision, clients, policies, classes)
+            writer.memory.forget_what_is_over(&world);
+            let decided = Instant::now();
+            if decided < tell_again {
+                (decision, Vec::new(), Vec::new(), Vec::new())
+            } else {
+                let (matches, problems) = (&decision.matches, &decision.problems);
+                let clients = controller::clients::due(&world, matches, &rounds, began);
+                let policies =
+                    controller::status::all(&world, matches, problems, &rounds, &writer.memory, began);
+                let classes = controller::classes::missing(&world);
+                told = true;
+                tell_again = Instant::now() + TOLD * decided.elapsed();
+                (decision, clients, policies, classes)
+            }
         };
-        tracing::debug!(took = ?began.elapsed(), nodes = decision.specs.len(), drive = decision.drive.len(), "cycle");
+        let took = began.elapsed();
+        tracing::debug!(?took, nodes = decision.specs.len(), drive = decision.drive.len(), "cycle");
+        if let Some(planned) = decision.planned.take() {
+            recorder.record(planned);
+        }
         futures::join!(
             writer.apply(&decision),
             controller::write::classes(&writer, classes),
@@ -109,9 +132,13 @@ pub async fn run(writer: Writer, stop: impl Future<Output = ()>) {
             controller::clients::restart(&writer, &rounds, clients),
         );
         let next = writer.memory.next_moment(Instant::now());
+        let next = if told { next } else { Some(next.map_or(tell_again, |at| at.min(tell_again))) };
         pause = next.map_or(IDLE, |at| at.saturating_duration_since(Instant::now())).min(IDLE);
-        if let Some(rest) = COALESCE.checked_sub(began.elapsed()) {
-            tokio::time::sleep(rest).await;
+        if let Some(rest) = COALESCE.max(SHARE * took).min(took + REST).checked_sub(began.elapsed()) {
+            tokio::select! {
+                () = tokio::time::sleep(rest) => {}
+                () = &mut stop => return,
+            }
         }
     }
 }

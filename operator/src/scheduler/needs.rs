@@ -4,12 +4,13 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use k8s_openapi::api::resource::v1::{CapacityRequirements, DeviceConstraint, DeviceSelector, ResourceClaim};
+use kerf_crds::gpu_node::Sharing;
 use kerf_crds::requests::{MAX_DEVICES, too_many};
 use kerf_crds::{device, names};
-use kerf_planner::snapshot::{Constraint, ConstraintKind, DeviceNeed, Want};
+use kerf_planner::snapshot::{Capability, Constraint, ConstraintKind, DeviceNeed, Portion, Want};
 
 use super::claims;
-use super::filter::Filter;
+use super::filter::{Admitted, Filter};
 use super::requests::{Wanted, class_is_ours, classes};
 use super::selectors::Selectors;
 use super::snapshot::Board;
@@ -43,8 +44,25 @@ pub(super) struct Ask<'a> {
     pub capacity: Option<&'a CapacityRequirements>,
 }
 
-/// What the selectors say of a GPU: profiles by geometry, and whether the whole of it will do.
-type Answer = (BTreeMap<usize, BTreeSet<usize>>, bool);
+/// What the selectors admit of a GPU, with its geometry where that matters.
+type Answer = (Option<usize>, Admitted);
+
+/// Per answer the GPUs, by node, for which it is that.
+type Groups = BTreeMap<Answer, BTreeSet<(usize, usize)>>;
+
+/// The want, with what the answer admits in addition.
+fn with(mut want: Want, (geometry, admitted): &Answer, share: Option<Portion>) -> Want {
+    want.whole |= admitted.whole;
+    if let Some(geometry) = *geometry {
+        if !admitted.profiles.is_empty() {
+            want.profiles.insert(geometry, admitted.profiles.clone());
+        }
+        if let Some(portion) = share.filter(|_| admitted.share) {
+            want.shares.insert((geometry, None), portion);
+        }
+    }
+    want
+}
 
 /// GPUs for which a selector that reads no individual attribute has one answer.
 #[derive(PartialEq, Eq, Hash)]
@@ -54,6 +72,7 @@ struct Kind<'a> {
     memory: u64,
     driver: &'a str,
     cuda: &'a str,
+    sharing: Option<&'a Sharing>,
     place: Option<(usize, usize)>,
 }
 
@@ -128,25 +147,25 @@ impl Reader<'_> {
     /// The ways to satisfy one request: one [`Want`] per set of GPUs that the selectors treat alike.
     fn wants(&self, ask: &Ask<'_>, subrequest: Option<&str>) -> Result<Vec<Want>, String> {
         let path = &ask.path;
-        match ask.mode {
-            None | Some("" | "ExactCount") => {}
+        let all = match ask.mode {
+            None | Some("" | "ExactCount") => false,
+            Some("All") => true,
             Some(mode) => {
                 return Err(format!(
-                    "{path}: allocationMode {mode:?} is not served by Kerf, whose devices are made on demand; use \
-                     ExactCount with a count"
+                    "{path}: allocationMode {mode:?} is unknown to Kerf; use ExactCount with a count, or All"
                 ));
             }
-        }
+        };
         let count = match ask.count.unwrap_or(1) {
             count @ 1..=MOST => count as u32,
             other => return Err(format!("{path}: count {other} is not between 1 and {MOST}")),
         };
-        let key = format!("{:?} {:?} {count} {:?}", ask.class, ask.selectors, ask.capacity);
+        let key = format!("{:?} {:?} {count} {all} {:?}", ask.class, ask.selectors, ask.capacity);
         let known = self.memo.borrow().get(&key).cloned();
         let mut wants = match known {
             Some(wants) => wants,
             None => {
-                let wants = self.matching(ask, count)?;
+                let wants = if all { self.every(ask)? } else { self.matching(ask, count)? };
                 self.memo.borrow_mut().insert(key, wants.clone());
                 wants
             }
@@ -166,84 +185,156 @@ impl Reader<'_> {
             };
         };
         let filter = Filter::new(self.selectors, class, ask)?;
-        // Per answer of the selectors: the GPUs for which it is that.
-        let mut groups: BTreeMap<Answer, BTreeSet<(usize, usize)>> = BTreeMap::new();
-        let mut kinds: HashMap<Kind<'_>, (bool, BTreeSet<usize>)> = HashMap::new();
-        let mut total = 0;
-        for (node_index, node) in self.board.snapshot.nodes.iter().enumerate() {
-            let Some(status) = self.board.status(node_index) else { continue };
-            for (gpu_index, (gpu, observed)) in node.gpus.iter().zip(&status.gpus).enumerate() {
-                let place = (node_index, gpu_index);
-                total += 1;
-                let kind = Kind {
-                    product: &observed.product,
-                    geometry: gpu.geometry,
-                    memory: observed.memory_bytes,
-                    driver: &status.driver_version,
-                    cuda: &status.cuda_version,
-                    place: filter.individual.then_some(place),
-                };
-                let (whole, profiles) = match kinds.get(&kind) {
-                    Some(answer) => answer.clone(),
-                    None => {
-                        let answer = filter.of_gpu(status, observed)?;
-                        kinds.insert(kind, answer.clone());
-                        answer
-                    }
-                };
-                let by_geometry = match gpu.geometry {
-                    Some(geometry) if !profiles.is_empty() => BTreeMap::from([(geometry, profiles)]),
-                    _ => BTreeMap::new(),
-                };
-                if whole || !by_geometry.is_empty() {
-                    groups.entry((by_geometry, whole)).or_default().insert(place);
-                }
+        let label = filter.label();
+        // Where one GPU of each kind answers for all of them, and the answer is not about single GPUs.
+        if !filter.individual {
+            let kinds = || self.board.kinds.iter().copied();
+            let groups = self.groups(&filter, kinds())?;
+            let want = self.one_for_all(&filter, &groups, kinds(), count, &label);
+            if let Some(want) = want.filter(|want| want.gpus.is_none()) {
+                return Ok(vec![want]);
             }
         }
-        let label = filter.label();
+        let places = || self.places();
+        let groups = self.groups(&filter, places())?;
         if groups.is_empty() {
             return Ok(vec![Want { count, label, ..Want::default() }]);
         }
-        // One alternative over all GPUs, if what is right for one of a geometry is right for all of it.
-        let mut merged: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
-        let mut alike = groups.keys().all(|(_, whole)| Some(whole) == groups.keys().next().map(|(_, w)| w));
-        for (profiles, _) in groups.keys() {
-            for (geometry, set) in profiles {
-                alike &= merged.insert(*geometry, set.clone()).is_none_or(|known| known == *set);
+        if let Some(want) = self.one_for_all(&filter, &groups, places(), count, &label) {
+            return Ok(vec![want]);
+        }
+        let want = |(answer, gpus)| {
+            let want = Want { count, label: label.clone(), gpus: Some(gpus), ..Want::default() };
+            with(want, &answer, filter.share)
+        };
+        Ok(groups.into_iter().map(want).collect())
+    }
+
+    /// All GPUs of a node that the selectors admit: an alternative per number of them, over the nodes that have so many.
+    /// As none can be had twice, a place for that number is one for all.
+    fn every(&self, ask: &Ask<'_>) -> Result<Vec<Want>, String> {
+        let Some(class) = self.world.classes.get(ask.class) else {
+            return Err(format!("{}: DeviceClass {:?} does not exist", ask.path, ask.class));
+        };
+        let filter = Filter::new(self.selectors, class, ask)?;
+        let label = filter.label();
+        let mut by_node: BTreeMap<usize, BTreeSet<(usize, usize)>> = BTreeMap::new();
+        for ((_, admitted), gpus) in self.groups(&filter, self.places())? {
+            if admitted != (Admitted { whole: true, ..Admitted::default() }) {
+                return Err(format!(
+                    "{}: allocationMode All is served for whole GPUs only, and this asks for {label}: MIG instances and \
+                     shares are made on demand, so there is no number that is all of them; use ExactCount with a count, or \
+                     class {}",
+                    ask.path,
+                    names::GPU_CLASS
+                ));
+            }
+            // One that its policy never hands out whole is no whole GPU. One that is only taken or broken is.
+            let whole = |&(node, gpu): &(usize, usize)| {
+                self.board.snapshot.nodes[node].gpus[gpu].whole != Capability::No
+            };
+            for place in gpus.into_iter().filter(whole) {
+                by_node.entry(place.0).or_default().insert(place);
             }
         }
-        if alike {
-            let gpus: BTreeSet<(usize, usize)> = groups.values().flatten().copied().collect();
-            let whole = groups.keys().any(|(_, whole)| *whole);
-            // Where geometries alone tell which GPUs will do, the list is left out.
-            let told_by_geometry = gpus.len() == total
-                || !whole
-                    && self.board.snapshot.nodes.iter().enumerate().all(|(node, n)| {
-                        n.gpus.iter().enumerate().all(|(index, gpu)| {
-                            gpus.contains(&(node, index))
-                                || gpu.geometry.is_none_or(|geometry| !merged.contains_key(&geometry))
-                        })
-                    });
-            return Ok(vec![Want {
-                subrequest: None,
-                count,
-                label,
-                profiles: merged,
-                whole,
-                gpus: (!told_by_geometry).then_some(gpus),
-            }]);
+        let mut by_count: BTreeMap<usize, BTreeSet<(usize, usize)>> = BTreeMap::new();
+        for gpus in by_node.into_values().filter(|gpus| gpus.len() <= MAX_DEVICES) {
+            by_count.entry(gpus.len()).or_default().extend(gpus);
         }
-        Ok(groups
-            .into_iter()
-            .map(|((profiles, whole), gpus)| Want {
-                subrequest: None,
-                count,
-                label: label.clone(),
-                profiles,
-                whole,
-                gpus: Some(gpus),
-            })
-            .collect())
+        if by_count.is_empty() {
+            return Ok(vec![Want { count: 1, label, ..Want::default() }]);
+        }
+        let want = |(count, gpus)| Want {
+            count: count as u32,
+            label: label.clone(),
+            whole: true,
+            gpus: Some(gpus),
+            ..Want::default()
+        };
+        Ok(by_count.into_iter().map(want).collect())
+    }
+
+    /// All GPUs.
+    fn places(&self) -> impl Iterator<Item = (usize, usize)> {
+        let nodes = self.board.snapshot.nodes.iter().enumerate();
+        nodes.flat_map(|(node, contents)| (0..contents.gpus.len()).map(move |gpu| (node, gpu)))
+    }
+
+    /// Per answer of the selectors: those of these GPUs for which it is that.
+    fn groups(
+        &self,
+        filter: &Filter<'_>,
+        places: impl Iterator<Item = (usize, usize)>,
+    ) -> Result<Groups, String> {
+        let mut groups = Groups::new();
+        let mut kinds: HashMap<Kind<'_>, Admitted> = HashMap::new();
+        for place @ (node, gpu) in places {
+            let (Some(status), contents) =
+                (self.board.status(node), &self.board.snapshot.nodes[node].gpus[gpu])
+            else {
+                continue;
+            };
+            let Some(observed) = status.gpus.get(gpu) else { continue };
+            let kind = Kind {
+                product: &observed.product,
+                geometry: contents.geometry,
+                memory: observed.memory_bytes,
+                driver: &status.driver_version,
+                cuda: &status.cuda_version,
+                sharing: observed.sharing.as_ref(),
+                place: filter.individual.then_some(place),
+            };
+            let mut admitted = match kinds.get(&kind) {
+                Some(answer) => answer.clone(),
+                None => {
+                    let answer = filter.of_gpu(status, observed)?;
+                    kinds.insert(kind, answer.clone());
+                    answer
+                }
+            };
+            // Instances and shares are known by their geometry.
+            if contents.geometry.is_none() {
+                (admitted.profiles, admitted.share) = (BTreeSet::new(), false);
+            }
+            let of_geometry = admitted.share || !admitted.profiles.is_empty();
+            if admitted.whole || of_geometry {
+                let geometry = contents.geometry.filter(|_| of_geometry);
+                groups.entry((geometry, admitted)).or_default().insert(place);
+            }
+        }
+        Ok(groups)
+    }
+
+    /// One alternative over all of these GPUs, if some will do, and what is right for one of a geometry is right for all of
+    /// it.
+    fn one_for_all(
+        &self,
+        filter: &Filter<'_>,
+        groups: &Groups,
+        mut places: impl Iterator<Item = (usize, usize)>,
+        count: u32,
+        label: &str,
+    ) -> Option<Want> {
+        let (_, Admitted { whole, .. }) = *groups.keys().next()?;
+        let mut merged: BTreeMap<usize, &Admitted> = BTreeMap::new();
+        let mut alike = groups.keys().all(|(_, other)| other.whole == whole);
+        for (geometry, admitted) in groups.keys() {
+            let Some(geometry) = geometry else { continue };
+            alike &= merged.insert(*geometry, admitted).is_none_or(|known| known == admitted);
+        }
+        if !alike {
+            return None;
+        }
+        let gpus: BTreeSet<(usize, usize)> = groups.values().flatten().copied().collect();
+        let of_geometry = |(node, gpu): (usize, usize)| {
+            let geometry = self.board.snapshot.nodes[node].gpus[gpu].geometry;
+            !whole && geometry.is_none_or(|geometry| !merged.contains_key(&geometry))
+        };
+        // Where geometries alone tell which GPUs will do, the list is left out.
+        let told_by_geometry = places.all(|place| gpus.contains(&place) || of_geometry(place));
+        let gpus = (!told_by_geometry).then_some(gpus);
+        let want = Want { count, label: label.to_owned(), gpus, ..Want::default() };
+        Some(groups.keys().fold(want, |want, answer| with(want, answer, filter.share)))
     }
 
     fn constraint(
@@ -299,7 +390,7 @@ impl Reader<'_> {
         for (node, gpu_node) in self.board.gpu_nodes.iter().enumerate() {
             let Some(status) = &gpu_node.status else { continue };
             for (index, gpu) in status.gpus.iter().enumerate() {
-                if let Some(value) = device::attributes(status, gpu, None).get(name) {
+                if let Some(value) = device::attributes(status, gpu, device::Device::Gpu).get(name) {
                     values.insert((node, index), format!("{value:?}"));
                 }
             }

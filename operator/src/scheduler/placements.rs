@@ -12,7 +12,7 @@ use kube::ResourceExt;
 use super::claims;
 use super::memory::Memory;
 use super::requests;
-use crate::cache::{PodInfo, World};
+use crate::cache::{Group, PodInfo, World};
 
 /// Which placement: a pod's claim on a node.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -26,35 +26,41 @@ pub struct Key {
 
 /// Every placement of which there is a commit record or an allocation.
 pub fn all(world: &World) -> BTreeSet<Key> {
-    let mut keys = BTreeSet::new();
-    let mut recorded: BTreeSet<(String, String, String)> = BTreeSet::new();
-    for node in world.gpu_nodes.iter() {
-        for partition in &node.spec.partitions {
-            let Owner::Claim(owner) = &partition.owner else { continue };
-            recorded.insert((node.name_any(), owner.namespace.clone(), owner.name.clone()));
-            keys.insert(Key {
-                node: node.name_any(),
-                namespace: owner.namespace.clone(),
-                claim: owner.name.clone(),
-                pod: owner.pod.clone(),
-                pod_uid: owner.pod_uid.clone(),
-            });
-        }
+    let nodes = world.gpu_nodes.iter().flat_map(|node| {
+        let name = node.name_any();
+        of_node(&name, Some(node), world.claims.of(&name))
+    });
+    let elsewhere = world.claims.groups().filter(|(name, _)| world.gpu_nodes.get(name).is_none());
+    nodes.chain(elsewhere.flat_map(|(name, claims)| of_node(name, None, Some(claims)))).collect()
+}
+
+/// Those on a node. `claims`: what is allocated there.
+pub fn of_node(name: &str, node: Option<&GpuNode>, claims: Option<&Group<ResourceClaim>>) -> Vec<Key> {
+    let mut keys = Vec::new();
+    let mut recorded: BTreeSet<(&str, &str)> = BTreeSet::new();
+    for partition in node.into_iter().flat_map(|node| &node.spec.partitions) {
+        let Owner::Claim(owner) = &partition.owner else { continue };
+        recorded.insert((&owner.namespace, &owner.name));
+        keys.push(Key {
+            node: name.to_owned(),
+            namespace: owner.namespace.clone(),
+            claim: owner.name.clone(),
+            pod: owner.pod.clone(),
+            pod_uid: owner.pod_uid.clone(),
+        });
     }
     // Allocated by Kerf's driver, without a record.
-    for claim in world.claims.iter() {
-        let Some(allocation) = claims::allocation(claim) else { continue };
-        let Some(node) = claims::node_of(allocation) else { continue };
-        let (namespace, name) = (claim.namespace().unwrap_or_default(), claim.name_any());
-        if recorded.contains(&(node.clone(), namespace.clone(), name.clone())) {
+    for claim in claims.into_iter().flat_map(|claims| claims.values()) {
+        let (namespace, claim_name) = (claim.namespace().unwrap_or_default(), claim.name_any());
+        if recorded.contains(&(namespace.as_str(), claim_name.as_str())) {
             continue;
         }
         let mut reserved = claim.status.iter().filter_map(|status| status.reserved_for.as_ref()).flatten();
         let consumer = reserved.find(|consumer| consumer.resource == "pods");
-        keys.insert(Key {
-            node,
+        keys.push(Key {
+            node: name.to_owned(),
             namespace,
-            claim: name,
+            claim: claim_name,
             pod: consumer.map(|consumer| consumer.name.clone()).unwrap_or_default(),
             pod_uid: consumer.map(|consumer| consumer.uid.clone()).unwrap_or_default(),
         });
@@ -115,9 +121,20 @@ pub fn look(world: &World, memory: &Memory, key: &Key) -> Seen {
         hold: memory.holds(&key.pod_uid),
         pod_read_live: memory.read_live(key),
         superseded: memory.superseded(key),
+        held_back: pod.as_ref().is_some_and(|pod| held_back(memory, pod)),
         place_taken: devices.is_empty() && place_taken(node.as_deref(), claim.as_deref(), key),
     };
     Seen { observed, pod, claim, node, devices }
+}
+
+/// Whether the pod starts only together with others.
+pub fn waits_for_gang(pod: &PodInfo) -> bool {
+    pod.gang().is_some() && !pod.let_go()
+}
+
+/// Whether it has to wait for others of its gang.
+pub fn held_back(memory: &Memory, pod: &PodInfo) -> bool {
+    waits_for_gang(pod) && !memory.together(&pod.uid)
 }
 
 /// The entries of a placement.
@@ -140,8 +157,7 @@ fn is_as_planned(
     devices: &[Partition],
 ) -> bool {
     let Some(allocation) = claim.and_then(claims::allocation) else { return false };
-    let there: BTreeSet<(String, String)> =
-        claims::results(allocation).map(|result| (result.request.clone(), result.device.clone())).collect();
+    let there = claims::given(allocation);
     let on_node = claims::node_of(allocation).as_deref() == Some(&key.node);
     on_node
         && match node.and_then(|node| claims::expected(node, devices)) {
@@ -215,6 +231,11 @@ fn ready(status: &GpuNodeStatus, device: &Partition, claim: &ClaimReference) -> 
     let free = |claims: &[ClaimReference], processes: u32| {
         claims.iter().all(|held| held == claim) && (processes == 0 || !claims.is_empty())
     };
+    if let Some(wanted) = &device.share {
+        return gpu.shares.iter().any(|share| {
+            share.id == wanted.id && share.problem.is_none() && share.claims.iter().all(|held| held == claim)
+        });
+    }
     match &device.instance {
         None => !gpu.mig.enabled && gpu.instances.is_empty() && free(&gpu.claims, gpu.processes),
         Some(wanted) => {
@@ -234,6 +255,9 @@ fn ready(status: &GpuNodeStatus, device: &Partition, claim: &ClaimReference) -> 
 /// Whether the device is prepared for a claim, or has processes.
 fn in_use(status: &GpuNodeStatus, device: &Partition) -> bool {
     let Some(gpu) = status.gpus.iter().find(|gpu| gpu.uuid == device.gpu) else { return false };
+    if let Some(wanted) = &device.share {
+        return gpu.shares.iter().any(|share| share.id == wanted.id && share.in_use());
+    }
     match &device.instance {
         None => !gpu.claims.is_empty() || (!gpu.mig.enabled && gpu.processes > 0),
         Some(wanted) => {
@@ -242,37 +266,38 @@ fn in_use(status: &GpuNodeStatus, device: &Partition) -> bool {
     }
 }
 
-/// Pods bound somewhere although their claims for Kerf's devices are neither allocated nor on record: they can never
-/// run there.
-pub fn stranded(world: &World) -> Vec<Arc<PodInfo>> {
-    let recorded: BTreeSet<String> = world
-        .gpu_nodes
-        .iter()
-        .flat_map(|node| &node.spec.partitions)
-        .filter_map(|partition| match &partition.owner {
-            Owner::Claim(owner) => Some(format!("{}/{}", owner.namespace, owner.name)),
-            Owner::Policy(_) | Owner::Reservation(_) => None,
-        })
-        .collect();
-    let pods = world.interesting.iter().filter_map(|key| world.pods.get(key));
-    pods.filter(|pod| pod.node.is_some() && !pod.done && !pod.deleting)
-        .filter(|pod| {
-            let claims = pod.detail.iter().flat_map(|detail| &detail.claims);
-            claims.filter_map(|claim| claim.claim.as_ref()).any(|name| {
-                let key = format!("{}/{name}", pod.namespace);
-                if recorded.contains(&key) {
-                    return false;
+/// Of these pods those bound somewhere although their claims for Kerf's devices are neither allocated nor on record: they
+/// can never run there.
+pub fn stranded<'w>(world: &World, pods: impl Iterator<Item = &'w Arc<PodInfo>>) -> Vec<Arc<PodInfo>> {
+    let mut stranded = Vec::new();
+    let mut recorded: Option<BTreeSet<String>> = None;
+    for pod in pods.filter(|pod| pod.node.is_some() && !pod.done && !pod.deleting) {
+        let claims = pod.detail.iter().flat_map(|detail| &detail.claims);
+        let mut lacks = |name: &String| {
+            let key = format!("{}/{name}", pod.namespace);
+            let lacks = match world.claims.get(&key) {
+                Some(claim) => {
+                    claims::allocation(claim).is_none() && requests::claim_is_for_kerf(world, claim)
                 }
-                match world.claims.get(&key) {
-                    Some(claim) => {
-                        claims::allocation(claim).is_none() && requests::claim_is_for_kerf(world, claim)
-                    }
-                    None => pod.own_claim() == Some(name),
-                }
-            })
-        })
-        .cloned()
-        .collect()
+                None => pod.own_claim() == Some(name),
+            };
+            lacks && !recorded.get_or_insert_with(|| all_recorded(world)).contains(&key)
+        };
+        if claims.filter_map(|claim| claim.claim.as_ref()).any(&mut lacks) {
+            stranded.push(Arc::clone(pod));
+        }
+    }
+    stranded
+}
+
+/// Every claim that is on record.
+fn all_recorded(world: &World) -> BTreeSet<String> {
+    let entries = world.gpu_nodes.iter().flat_map(|node| &node.spec.partitions);
+    let claims = entries.filter_map(|partition| match &partition.owner {
+        Owner::Claim(owner) => Some(format!("{}/{}", owner.namespace, owner.name)),
+        Owner::Policy(_) | Owner::Reservation(_) => None,
+    });
+    claims.collect()
 }
 
 /// Records that must go because the same claim of the same pod is on record on another node too, which can only come of
@@ -287,7 +312,7 @@ pub fn superseded(world: &World, keys: &BTreeSet<Key>) -> HashSet<Key> {
         if keys.len() < 2 {
             continue;
         }
-        type Place = (String, BTreeSet<(String, String)>);
+        type Place = (String, BTreeSet<claims::Given>);
         let place = |key: &Key| -> Option<(String, Place)> {
             let node = world.gpu_nodes.get(&key.node)?;
             let devices = devices_of(node, key);
@@ -300,8 +325,7 @@ pub fn superseded(world: &World, keys: &BTreeSet<Key>) -> HashSet<Key> {
             keys.first().and_then(|key| world.pod(namespace, &key.pod, uid)).and_then(|pod| pod.node.clone());
         let allocated = world.claim(namespace, name).and_then(|claim| {
             let allocation = claims::allocation(claim)?;
-            let there = claims::results(allocation).map(|r| (r.request.clone(), r.device.clone())).collect();
-            Some((claims::node_of(allocation)?, there))
+            Some((claims::node_of(allocation)?, claims::given(allocation)))
         });
         let stays = protocol::counts(&entries, bound.as_ref(), allocated.as_ref());
         gone.extend(
@@ -340,7 +364,7 @@ pub fn restore(node: &GpuNode, claim: &ResourceClaim, key: &Key) -> Option<Vec<P
         })
     };
     claims::results(allocation)
-        .map(|result| claims::partition_of(node, &result.device, owner(&result.request)))
+        .map(|result| claims::partition_of(node, result, owner(&result.request)))
         .collect()
 }
 

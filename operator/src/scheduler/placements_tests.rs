@@ -1,8 +1,9 @@
+use k8s_openapi::api::resource::v1::DeviceRequestAllocationResult;
 use serde_json::json;
 
 use super::*;
 use crate::testing::{claim, claiming_pod, gated_pod, gpu, instance, wanted, world};
-use kerf_crds::gpu_node::ClaimOwner;
+use kerf_crds::gpu_node::{ClaimOwner, WantedShare};
 use kerf_planner::protocol::{Claim, Pod};
 
 fn key() -> Key {
@@ -19,6 +20,7 @@ fn partition() -> Partition {
     Partition {
         gpu: "GPU-0".into(),
         instance: Some(wanted("3g.40gb", 4)),
+        share: None,
         owner: Owner::Claim(ClaimOwner {
             namespace: "default".into(),
             name: "claim-of-p".into(),
@@ -174,16 +176,35 @@ fn a_record_is_kept_for_another_pod_that_shares_the_claim_and_not_for_one_that_h
     assert_eq!(protocol::next(&seen), protocol::Step::Wait(protocol::Waiting::Release));
 }
 
+fn result(device: &str) -> DeviceRequestAllocationResult {
+    DeviceRequestAllocationResult { device: device.to_owned(), ..DeviceRequestAllocationResult::default() }
+}
+
 #[test]
 fn devices_and_their_names_are_each_others_inverse() {
     let world = placed(|_, _| None);
     let node = world.gpu_nodes.get("n0").unwrap();
     let name = claims::device_of(node, &partition()).unwrap();
     assert_eq!(name, "gpu-0-mig-9-4");
-    assert_eq!(claims::partition_of(node, &name, partition().owner), Some(partition()));
+    assert_eq!(claims::partition_of(node, &result(&name), partition().owner), Some(partition()));
     let whole = Partition { instance: None, ..partition() };
-    assert_eq!(claims::partition_of(node, "gpu-0", partition().owner), Some(whole));
-    assert_eq!(claims::partition_of(node, "gpu-1-mig-9-4", partition().owner), None);
+    assert_eq!(claims::partition_of(node, &result("gpu-0"), partition().owner), Some(whole));
+    assert_eq!(claims::partition_of(node, &result("gpu-1-mig-9-4"), partition().owner), None);
+    let share = WantedShare {
+        id: "s".into(),
+        memory_bytes: 12 << 30,
+        compute_milli: 30_500,
+        ..WantedShare::default()
+    };
+    let share = Partition { instance: None, share: Some(share), ..partition() };
+    let claim = ResourceClaim::default();
+    let now = "2026-01-01T00:00:00Z".parse().unwrap();
+    let allocation = claims::allocate(&claim, node, std::slice::from_ref(&share), now).unwrap();
+    let result = claims::results(&allocation).next().unwrap();
+    assert_eq!((result.device.as_str(), result.share_id.as_deref()), ("gpu-0-share", Some("s")));
+    let consumed = result.consumed_capacity.as_ref().unwrap();
+    assert_eq!((consumed["memory"].0.as_str(), consumed["compute"].0.as_str()), ("12Gi", "30500m"));
+    assert_eq!(claims::partition_of(node, result, share.owner.clone()), Some(share));
 }
 
 #[test]
@@ -211,7 +232,10 @@ fn a_pod_bound_without_an_allocation_is_stranded() {
     bound.node = Some("n0".into());
     bound.version = 7;
     world.put_pod(bound, |store, pod| store.watch_applied(pod));
-    assert!(stranded(&world).is_empty(), "it is on record, so the protocol gives it back its allocation");
+    assert!(
+        stranded(&world, world.pods.iter()).is_empty(),
+        "it is on record, so the protocol gives it back its allocation"
+    );
     world.replace_gpu_node(|node| node.spec.partitions.clear(), "n0");
-    assert_eq!(stranded(&world).len(), 1);
+    assert_eq!(stranded(&world, world.pods.iter()).len(), 1);
 }

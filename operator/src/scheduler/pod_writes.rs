@@ -12,9 +12,9 @@ use serde_json::json;
 
 use super::apply::{Outcome, Writer, is_conflict, is_gone};
 use super::placements::{Key, Seen};
+use super::requests::all_allocated;
 use super::tell::{self, Nominate, Sentence};
-use super::{claims, requests};
-use crate::cache::{PodInfo, World};
+use crate::cache::PodInfo;
 
 impl Writer {
     pub(super) fn pods(&self, namespace: &str) -> Api<Pod> {
@@ -111,14 +111,4 @@ impl Writer {
             tracing::debug!(pod = pod.id(), %error, "cannot write an event");
         }
     }
-}
-
-/// Whether every claim of the pod that is Kerf's business is allocated.
-fn all_allocated(world: &World, pod: &PodInfo) -> bool {
-    let claims = pod.detail.iter().flat_map(|detail| &detail.claims);
-    claims.into_iter().all(|claim| {
-        claim.claim.as_ref().and_then(|name| world.claim(&pod.namespace, name)).is_some_and(|claim| {
-            claims::allocation(claim).is_some() || !requests::claim_is_for_kerf(world, claim)
-        })
-    })
 }

@@ -1,6 +1,6 @@
 //! Places for pods that fit only once kube-scheduler has preempted others.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use kerf_planner::plan::{Plan, RefusalKind};
 use kerf_planner::snapshot::Snapshot;
@@ -29,11 +29,13 @@ pub fn preempt(
         let Candidate { pod, wanted, instead_of } = &candidates[refusal.request];
         index += 1;
         let may = pod.detail.as_ref().is_some_and(|detail| detail.preempts);
-        if refusal.kind != RefusalKind::NodesDoNotFit || !may || instead_of.is_some() {
+        // Room for one of a gang is none for all.
+        let of_gang = board.snapshot.requests[refusal.request].gang.is_some();
+        if refusal.kind != RefusalKind::NodesDoNotFit || !may || instead_of.is_some() || of_gang {
             continue;
         }
-        let lower = |milli: &(i32, BTreeMap<String, i128>)| milli.0 < pod.priority;
-        if !board.evictable.iter().flatten().any(lower) {
+        let evictable = |node| board.evictable(node, pod.priority);
+        if (0..board.gpu_nodes.len()).all(|node| evictable(node).next().is_none()) {
             continue;
         }
         let mut snapshot = Snapshot {
@@ -44,8 +46,8 @@ pub fn preempt(
         };
         // Only where the pods of this plan have not taken GPUs already.
         let taken: BTreeSet<usize> = plan.placements.iter().map(|placement| placement.node).collect();
-        for (node, pods) in board.evictable.iter().enumerate() {
-            for (_, milli) in pods.iter().filter(|pod| lower(pod)) {
+        for node in 0..board.gpu_nodes.len() {
+            for milli in evictable(node) {
                 give_back(&mut snapshot.nodes[node].free_milli, milli);
             }
             if taken.contains(&node) {

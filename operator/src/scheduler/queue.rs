@@ -1,13 +1,17 @@
 //! Pods without a place, and pods that might leave theirs for a better one, in the order in which they are served.
 
 use std::cmp::Ordering;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Instant;
 
 use kerf_crds::conditions::pod_reason;
+use kerf_crds::gpu_node::Owner;
 
+use super::claims;
 use super::decision::{Decision, Looking};
+use super::gangs::Gangs;
+use super::placements::held_back;
 use super::requests::{self, Asks, Wanted};
 use super::tell::Sentence;
 use super::trouble::{self, Troubled};
@@ -27,15 +31,15 @@ pub fn candidates(
     looking: &Looking<'_>,
     placed: &BTreeSet<String>,
     troubled: Vec<Troubled>,
+    gangs: &Gangs,
     decision: &mut Decision,
 ) -> Vec<Candidate> {
     let mut all: Vec<Candidate> = Vec::new();
     let mut refused = Vec::new();
     let world = looking.world;
-    let pods = world.interesting.iter().filter_map(|key| world.pods.get(key));
-    let open = |pod: &&Arc<PodInfo>| pod.node.is_none() && !pod.done && !pod.deleting;
+    let open = |pod: &&Arc<PodInfo>| !pod.done && !pod.deleting;
     let (with_place, without): (Vec<_>, Vec<_>) =
-        pods.filter(open).partition(|pod| placed.contains(&pod.uid));
+        world.unbound().filter(open).partition(|pod| placed.contains(&pod.uid));
     for pod in without {
         match read(looking, pod, decision) {
             Read::For(wanted) => {
@@ -52,7 +56,8 @@ pub fn candidates(
     let not_refused = |pod: &&Arc<PodInfo>| {
         looking.memory.trouble(&pod.uid).is_none_or(|(reason, _)| reason != pod_reason::QUOTA)
     };
-    let placeless = all.iter().map(|candidate| &candidate.pod);
+    // One of a gang may have to wait until others of it are let through, too.
+    let placeless = all.iter().map(|candidate| &candidate.pod).filter(|pod| pod.gang().is_none());
     let let_through = placeless.chain(with_place.into_iter().filter(not_refused)).cloned();
     ask_quotas(looking, let_through, refused, decision);
     for troubled in troubled {
@@ -64,11 +69,60 @@ pub fn candidates(
         }
     }
     all.sort_by(|a, b| before(&a.pod, &b.pod));
+    one_pod_for_each_claim(looking, &mut all, decision);
+    gangs.gather(&mut all, decision);
     all
 }
 
+/// A claim that several pods share is allocated for one of them: for whom it is on record, or for the first. The others
+/// go where it is once it is allocated.
+fn one_pod_for_each_claim(looking: &Looking<'_>, all: &mut Vec<Candidate>, decision: &mut Decision) {
+    let mut first: BTreeMap<(String, String), (String, String)> = BTreeMap::new();
+    // Where all run, what is on record is allocated, and is there for those who ask for it only if it is shared.
+    let allocated = all.iter().filter(|one| one.instead_of.is_none()).flat_map(|one| {
+        let claims =
+            one.wanted.parts.values().filter_map(|(name, _)| looking.world.claim(&one.pod.namespace, name));
+        claims.filter_map(|claim| looking.board.node(claims::pool(claims::allocation(claim)?)?))
+    });
+    let nodes: BTreeSet<usize> = looking.board.open.iter().copied().chain(allocated).collect();
+    let on_record = nodes.iter().flat_map(|&node| &looking.board.gpu_nodes[node].spec.partitions);
+    for partition in on_record {
+        if let Owner::Claim(owner) = &partition.owner {
+            let claim = (owner.namespace.clone(), owner.name.clone());
+            first.insert(claim, (owner.pod_uid.clone(), owner.pod.clone()));
+        }
+    }
+    all.retain(|Candidate { pod, wanted, instead_of }| {
+        if instead_of.is_some() {
+            return true;
+        }
+        let claims = || wanted.parts.values().map(|(claim, _)| (pod.namespace.clone(), claim.clone()));
+        let others = |claim: (String, String)| {
+            let (uid, other) = first.get(&claim)?;
+            (*uid != pod.uid).then(|| (claim.1, other.clone()))
+        };
+        if let Some((claim, other)) = claims().find_map(others) {
+            let sentence = if pod.gang().is_some() {
+                let message = format!(
+                    "shares ResourceClaim {claim:?} with pod {other:?}; a pod of a gang needs claims of its own, or ones that \
+                     are allocated"
+                );
+                Sentence::waiting(pod_reason::BAD_GANG, message)
+            } else {
+                let message =
+                    format!("ResourceClaim {claim:?}, which it shares, is allocated for pod {other:?} first");
+                Sentence::waiting(pod_reason::WAITS_FOR_CLAIM, message)
+            };
+            decision.tell_placeless(pod, sentence);
+            return false;
+        }
+        first.extend(claims().map(|claim| (claim, (pod.uid.clone(), pod.name.clone()))));
+        true
+    });
+}
+
 /// Who is served first.
-fn before(a: &PodInfo, b: &PodInfo) -> Ordering {
+pub(super) fn before(a: &PodInfo, b: &PodInfo) -> Ordering {
     b.priority.cmp(&a.priority).then(a.created.cmp(&b.created)).then_with(|| a.id().cmp(&b.id()))
 }
 
@@ -98,7 +152,15 @@ fn ask_quotas(
     };
     let lacks_claim =
         |pod: &Arc<PodInfo>| pod.own_claim().is_some_and(|name| world.claim(&pod.namespace, name).is_none());
+    // A gang needs several claims of what two may need: by namespace, the one whose turn it is.
+    let mut turns: BTreeMap<String, String> = BTreeMap::new();
+    let mut has_turn = |pod: &PodInfo| {
+        let Some(gang) = pod.gang() else { return true };
+        let turn = turns.entry(pod.namespace.clone()).or_insert_with(|| gang.name.clone());
+        *turn == gang.name
+    };
     for pod in let_through.filter(lacks_claim) {
+        has_turn(&pod);
         is_new(&pod);
     }
     for pod in refused {
@@ -106,7 +168,12 @@ fn ask_quotas(
         if changed.contains(pod.namespace.as_str()) {
             memory.end_pause(&pod.uid);
         }
-        if is_new(&pod) && memory.may_try(&pod.uid, *now) {
+        let may_try = memory.may_try(&pod.uid, *now);
+        // A gang that pauses, since it may need more than there is, leaves its turn to others.
+        if pod.gang().is_some() && !(may_try && has_turn(&pod)) {
+            continue;
+        }
+        if is_new(&pod) && may_try {
             decision.quota.push(pod);
         }
     }
@@ -139,10 +206,15 @@ fn read(looking: &Looking<'_>, pod: &Arc<PodInfo>, decision: &mut Decision) -> R
         let message = format!("waits for the scheduling gates of others to be removed: {others}");
         return Read::Told(Sentence::waiting(pod_reason::OTHER_GATES, message));
     }
+    if let Some(Err(message)) = pod.detail.as_ref().and_then(|detail| detail.gang.as_ref())
+        && acts
+    {
+        return Read::Told(Sentence::waiting(pod_reason::BAD_GANG, message));
+    }
     let mut wanted = match asks {
         Asks::Nothing => return Read::Nothing,
         Asks::Allocated => {
-            if pod.gated() && may_try(*now) {
+            if pod.gated() && !held_back(memory, pod) && may_try(*now) {
                 decision.ungate.push(Arc::clone(pod));
             }
             return Read::Nothing;

@@ -70,6 +70,25 @@ pub fn claim_is_for_kerf(world: &World, claim: &ResourceClaim) -> bool {
     claims::devices(claim).is_some_and(|devices| classes(devices).any(|class| class_is_ours(world, class)))
 }
 
+/// Whether the pod asks for any of Kerf's devices, as far as its claims exist.
+pub fn is_for_kerf(world: &World, pod: &PodInfo) -> bool {
+    let claims = pod.detail.iter().flat_map(|detail| &detail.claims).filter_map(|claim| claim.claim.as_ref());
+    let found = || claims.filter_map(|name| world.claim(&pod.namespace, name));
+    pod.gated() || pod.own_claim().is_some() || found().any(|claim| claim_is_for_kerf(world, claim))
+}
+
+/// Whether every claim of the pod that is Kerf's business is allocated.
+pub fn all_allocated(world: &World, pod: &PodInfo) -> bool {
+    let claims = pod.detail.iter().flat_map(|detail| &detail.claims);
+    claims.into_iter().all(|claim| {
+        claim
+            .claim
+            .as_ref()
+            .and_then(|name| world.claim(&pod.namespace, name))
+            .is_some_and(|claim| claims::allocation(claim).is_some() || !claim_is_for_kerf(world, claim))
+    })
+}
+
 /// Reads what the pod asks for.
 pub fn read(world: &World, board: &Board, selectors: &Selectors, memo: &Memo, pod: &PodInfo) -> Asks {
     read_with(world, board, selectors, memo, pod, false)
@@ -137,6 +156,12 @@ fn read_with(
             Some(found) if claim_is_for_kerf(world, found) => {
                 ours = true;
                 asked = true;
+                if let Some(other) = claims::sole_consumer(found).filter(|uid| *uid != pod.uid) {
+                    return bad(format!(
+                        "ResourceClaim {name:?} is a share of a GPU and already another pod's (UID {other}): kubelet lets \
+                         Kerf limit only one pod of a claim; give each pod a claim of its own"
+                    ));
+                }
                 if let Some(allocation) = claims::allocation(found).filter(|_| !afresh) {
                     // Shared with a pod that was first: this one has to go where it is.
                     reader.pinned = claims::node_of(allocation).or(reader.pinned);
@@ -174,6 +199,14 @@ fn read_with(
         }
     }
     let mut wanted = reader.wanted;
+    let asks_for_share =
+        wanted.request.devices.iter().flat_map(|need| &need.alternatives).any(|want| !want.shares.is_empty());
+    if let Some(field) = detail.host_access.as_ref().filter(|_| asks_for_share) {
+        return bad(format!(
+            "{field}: what a share of a GPU may have cannot be kept from such a pod; leave this out, or ask for a whole GPU or \
+             a MIG instance"
+        ));
+    }
     wanted.request.id = pod.id();
     wanted.request.priority = pod.priority;
     wanted.request.pod = detail.needs.clone();

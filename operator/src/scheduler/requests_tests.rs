@@ -3,12 +3,12 @@ use kerf_planner::snapshot::Want;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::controller::matching;
 use crate::scheduler::snapshot;
+use crate::scheduler::views::Views;
 use crate::testing::{claim, claiming_pod, gated_pod, gpu, world};
 
 fn asks(world: &World, pod: &str) -> Asks {
-    let board = snapshot::take(world, &matching::matches(world), |_| true);
+    let board = snapshot::take(world, &Views::of(world), |_| true);
     let pod = world.pods.get(&format!("default/{pod}")).unwrap();
     read(world, &board, &Selectors::default(), &Memo::default(), pod)
 }
@@ -127,7 +127,8 @@ fn what_cannot_be_served_is_said_with_a_remedy() {
         request.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
         for_claim(json!({"requests": [{"name": "r", "exactly": request}]}))
     };
-    assert!(refused(exactly(json!({"allocationMode": "All"}))).contains("ExactCount"));
+    assert!(refused(exactly(json!({"allocationMode": "All"}))).contains("whole GPUs only"));
+    assert!(refused(exactly(json!({"allocationMode": "Some"}))).contains("ExactCount"));
     assert!(refused(exactly(json!({"adminAccess": true}))).contains("adminAccess"));
     assert!(
         refused(exactly(json!({"selectors": [{"cel": {"expression": "nonsense("}}]}))).contains("nonsense(")
@@ -187,4 +188,50 @@ fn a_claim_for_more_devices_than_an_allocation_holds_is_refused() {
     wanted(ask(12));
     let message = refused(ask(13));
     assert!(message.contains("asks for 33 devices") && message.contains("at most 32"), "{message}");
+}
+
+#[test]
+fn all_gpus_are_those_of_one_node_and_none_may_be_taken() {
+    let all = json!({"requests": [{"name": "r", "exactly": {
+        "deviceClassName": "gpu.kerf.dev", "allocationMode": "All",
+    }}]});
+    let placed = |busy: &[&str]| {
+        let gpu = |uuid: &str, index| {
+            let mut gpu = gpu(uuid, index);
+            gpu.mig.enabled = false;
+            gpu.processes = u32::from(busy.contains(&uuid));
+            gpu
+        };
+        let nodes = vec![
+            vec![gpu("GPU-0", 0), gpu("GPU-1", 1), gpu("GPU-2", 2)],
+            vec![gpu("GPU-3", 0), gpu("GPU-4", 1)],
+        ];
+        let world = world(nodes, json!({"mode": "Dynamic"}))
+            .with_claim(claim("c", all.clone()))
+            .with_pod(claiming_pod("p", &["c"]));
+        let mut snapshot = snapshot::take(&world, &Views::of(&world), |_| true).snapshot;
+        snapshot.requests.push(wanted(asks(&world, "p")).request);
+        let plan = kerf_planner::plan(&snapshot);
+        plan.placements.first().map(|placement| {
+            (placement.node, placement.devices.iter().map(|device| device.gpu).collect::<BTreeSet<_>>())
+        })
+    };
+    assert_eq!(placed(&[]), Some((1, [0, 1].into())));
+    assert_eq!(placed(&["GPU-4"]), Some((0, [0, 1, 2].into())));
+    assert_eq!(placed(&["GPU-0", "GPU-4"]), None);
+}
+
+#[test]
+fn a_gpu_that_is_unhealthy_is_still_one_of_all() {
+    let mut broken = gpu("GPU-1", 1);
+    broken.unhealthy =
+        serde_json::from_value(json!({"reason": "Xid", "message": "fell off the bus"})).unwrap();
+    let all = json!({"requests": [{"name": "r", "exactly": {"deviceClassName": "gpu.kerf.dev", "allocationMode": "All"}}]});
+    let world = world(vec![vec![gpu("GPU-0", 0), broken]], json!({"mode": "Dynamic"}))
+        .with_claim(claim("c", all))
+        .with_pod(claiming_pod("p", &["c"]));
+    let mut snapshot = snapshot::take(&world, &Views::of(&world), |_| true).snapshot;
+    snapshot.requests.push(wanted(asks(&world, "p")).request);
+    assert_eq!(snapshot.requests[0].devices[0].alternatives[0].count, 2);
+    assert!(kerf_planner::plan(&snapshot).placements.is_empty());
 }

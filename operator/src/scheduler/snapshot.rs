@@ -5,16 +5,17 @@ use std::sync::Arc;
 
 use kerf_crds::conditions::{self, problem_reason};
 use kerf_crds::gpu_node::{self, GpuNodeStatus, Owner, Partition, PolicyInstance, Reservation};
-use kerf_crds::partition_policy::{MigMode, ModeSwitch, PlacementStrategy};
+use kerf_crds::partition_policy::{MigMode, ModeSwitch, PlacementStrategy, SharesMode};
 use kerf_crds::{GpuNode, PartitionPolicy};
 use kerf_planner::plan::Placement;
 use kerf_planner::snapshot::{
-    Capability, Engines, Geometry, GeometryIndex, Gpu, Instance, InstanceState, Node, Profile, Snapshot,
-    Strategy,
+    Capability, Engines, Geometry, GeometryIndex, Gpu, Instance, InstanceState, Node, Portion, Profile,
+    Snapshot, Strategy, TakenShare,
 };
 use kube::ResourceExt;
 
-use crate::cache::{PodInfo, World};
+use super::views::Views;
+use crate::cache::{Group, NodeInfo, PodInfo, World, quantity};
 use crate::controller::matching::{Match, Matches};
 
 /// A snapshot and the way back from its indices.
@@ -23,14 +24,19 @@ pub struct Board {
     pub snapshot: Snapshot,
     /// The objects behind `snapshot.nodes`; GPUs are in the order of `status.gpus`.
     pub gpu_nodes: Vec<Arc<GpuNode>>,
-    /// Per node: what pods of a lower priority than the key's would give back, for kube-scheduler's preemption.
-    pub evictable: Vec<Vec<(i32, BTreeMap<String, i128>)>>,
+    /// Per node: the pods that are bound there.
+    pub pods: Vec<Option<Group<PodInfo>>>,
+    /// Nodes of which not every record is of a pod that runs.
+    pub open: Vec<usize>,
+    /// One GPU of each kind.
+    pub kinds: Vec<(usize, usize)>,
 }
 
 impl Board {
     /// Index of a node.
     pub fn node(&self, name: &str) -> Option<usize> {
-        self.gpu_nodes.binary_search_by(|node| node.name_any().as_str().cmp(name)).ok()
+        let name_of = |node: &Arc<GpuNode>| node.metadata.name.as_deref().unwrap_or_default().cmp(name);
+        self.gpu_nodes.binary_search_by(name_of).ok()
     }
 
     /// The report of a node.
@@ -42,43 +48,37 @@ impl Board {
     pub fn gpu(&self, node: usize, gpu: usize) -> Option<&gpu_node::Gpu> {
         self.status(node)?.gpus.get(gpu)
     }
+
+    /// What pods of a node with a lower priority would give back, for kube-scheduler's preemption.
+    pub fn evictable(&self, node: usize, priority: i32) -> impl Iterator<Item = &BTreeMap<String, i128>> {
+        let pods = self.pods[node].iter().flat_map(|pods| pods.values());
+        pods.filter(move |pod| !pod.done && pod.priority < priority).map(|pod| &pod.milli)
+    }
 }
 
 /// Takes the snapshot. `binds`: which reservations keep their slices from everybody.
-pub fn take(world: &World, matches: &Matches, binds: impl Fn(&Reservation) -> bool) -> Board {
+pub fn take(world: &World, views: &Views, binds: impl Fn(&Reservation) -> bool) -> Board {
     let mut board = Board::default();
-    let mut places: HashMap<&str, usize> = HashMap::new();
+    board.snapshot.geometries = views.geometries();
+    let mut kinds = BTreeSet::new();
     // In the order of their names, which `Board::node` relies on.
-    for gpu_node in world.gpu_nodes.iter() {
+    for (index, (view, gpu_node)) in views.nodes().enumerate() {
         board.gpu_nodes.push(Arc::clone(gpu_node));
-    }
-    let names: Vec<String> = board.gpu_nodes.iter().map(|node| node.name_any()).collect();
-    for (index, name) in names.iter().enumerate() {
-        places.insert(name, index);
-        let matches = matches.get(name);
-        let node = node(
-            world,
-            &Arc::clone(&board.gpu_nodes[index]),
-            name,
-            matches,
-            &binds,
-            &mut board.snapshot.geometries,
-        );
-        board.snapshot.nodes.push(node);
-        board.evictable.push(Vec::new());
-    }
-    for pod in world.pods.iter() {
-        if pod.done {
-            continue;
+        board.pods.push(view.pods().cloned());
+        for &(kind, gpu) in &view.kinds {
+            if kinds.insert(kind) {
+                board.kinds.push((index, gpu));
+            }
         }
-        let Some(&index) = pod.node.as_deref().and_then(|node| places.get(node)) else { continue };
-        take_away(&mut board.snapshot.nodes[index].free_milli, &pod.milli);
-        board.evictable[index].push((pod.priority, pod.milli.clone()));
+        if !view.settled() {
+            board.open.push(index);
+        }
+        board.snapshot.nodes.push(views.contents(view, &board.snapshot.geometries, &binds));
     }
     // Pods that are not bound yet, and have a place or wait for room that is being made.
     let mut counted: BTreeSet<(&str, usize)> = BTreeSet::new();
-    for (index, gpu_node) in board.gpu_nodes.iter().enumerate() {
-        let name = &names[index];
+    for &index in &board.open {
+        let gpu_node = &board.gpu_nodes[index];
         for partition in &gpu_node.spec.partitions {
             let (namespace, pod, uid, said) = match &partition.owner {
                 Owner::Claim(owner) => (&owner.namespace, &owner.pod, &owner.pod_uid, None),
@@ -92,7 +92,7 @@ pub fn take(world: &World, matches: &Matches, binds: impl Fn(&Reservation) -> bo
             }
             let Some(pod) = world.pod(namespace, pod, uid) else { continue };
             if pod.node.is_none() && !pod.done {
-                let milli = said.map(|said| kept_milli(world, name, said, pod));
+                let milli = said.map(|said| kept_milli(world, &gpu_node.name_any(), said, pod));
                 take_away(&mut board.snapshot.nodes[index].free_milli, milli.as_ref().unwrap_or(&pod.milli));
             }
         }
@@ -112,7 +112,8 @@ pub fn gpu_with(
     let gpu_node = &board.gpu_nodes[node];
     let observed = board.gpu(node, index)?;
     let matched = matches.get(&gpu_node.name_any())?.get(&observed.uuid)?;
-    Some(gpu(gpu_node, observed, matched, &binds, geometries))
+    let here = geometries_of(gpu_node, geometries);
+    Some(gpu(gpu_node, observed, matched, &binds, geometries, &here))
 }
 
 /// Notes on the board what has just been given to a pod.
@@ -120,15 +121,20 @@ pub fn note_given(board: &mut Board, pod: &PodInfo, placement: &Placement) {
     let node = &mut board.snapshot.nodes[placement.node];
     for device in &placement.devices {
         let gpu = &mut node.gpus[device.gpu];
+        if let Some(portion) = device.share {
+            let instance = device.instance.map(|planned| (planned.profile, planned.start));
+            gpu.shares.push(TakenShare { instance, portion });
+        }
         let Some(planned) = device.instance else {
-            gpu.taken_whole = true;
+            gpu.taken_whole |= device.share.is_none();
             continue;
         };
         let geometry = gpu.geometry.and_then(|index| board.snapshot.geometries.get(index));
         let size =
             geometry.and_then(|all| all.profiles.get(planned.profile)).map_or(0, |profile| profile.size);
         let apart = |other: &Instance| {
-            other.start >= planned.start + size || planned.start >= other.start + other.size
+            other.start >= planned.start.saturating_add(size)
+                || planned.start >= other.start.saturating_add(other.size)
         };
         gpu.instances.retain(|other| other.state == InstanceState::Taken || apart(other));
         gpu.instances.push(Instance {
@@ -158,9 +164,14 @@ pub fn kept_milli(world: &World, node: &str, said: &Reservation, pod: &PodInfo) 
 
 /// Notes GPUs on which steps have failed until a moment ago, by UUID: they are given time.
 pub fn note_failing(board: &mut Board, failing: &HashMap<String, String>) {
-    for gpu in board.snapshot.nodes.iter_mut().flat_map(|node| &mut node.gpus) {
-        if let Some(why) = failing.get(&gpu.uuid) {
-            gpu.stuck.get_or_insert_with(|| why.clone());
+    if failing.is_empty() {
+        return;
+    }
+    for index in 0..board.snapshot.nodes.len() {
+        for gpu in 0..board.snapshot.nodes[index].gpus.len() {
+            if let Some(why) = failing.get(&board.snapshot.nodes[index].gpus[gpu].uuid) {
+                board.snapshot.nodes[index].gpus[gpu].stuck.get_or_insert_with(|| why.clone());
+            }
         }
     }
 }
@@ -183,21 +194,22 @@ pub fn take_away(free: &mut BTreeMap<String, i128>, taken: &BTreeMap<String, i12
     }
 }
 
-fn node(
-    world: &World,
+/// The planner's node, before anything is taken of its resources. `here`: numbers of its geometries, by name.
+pub(super) fn node(
+    kubernetes: Option<&NodeInfo>,
     gpu_node: &GpuNode,
     name: &str,
-    matches: Option<&BTreeMap<String, Match>>,
+    matches: &BTreeMap<String, Match>,
     binds: &impl Fn(&Reservation) -> bool,
-    geometries: &mut Vec<Geometry>,
+    geometries: &[Geometry],
+    here: &BTreeMap<&str, GeometryIndex>,
 ) -> Node {
-    let kubernetes = world.nodes.get(name);
     let status = gpu_node.status.as_ref();
     let follows = status.is_some_and(follows);
     let nobody = Match::Nobody;
     let gpus = status.iter().flat_map(|status| &status.gpus).map(|observed| {
-        let matched = matches.and_then(|all| all.get(&observed.uuid)).unwrap_or(&nobody);
-        gpu(gpu_node, observed, matched, binds, geometries)
+        let matched = matches.get(&observed.uuid).unwrap_or(&nobody);
+        gpu(gpu_node, observed, matched, binds, geometries, here)
     });
     let gpus = gpus.collect();
     match kubernetes {
@@ -220,22 +232,27 @@ fn gpu(
     observed: &gpu_node::Gpu,
     matched: &Match,
     binds: &impl Fn(&Reservation) -> bool,
-    geometries: &mut Vec<Geometry>,
+    geometries: &[Geometry],
+    here: &BTreeMap<&str, GeometryIndex>,
 ) -> Gpu {
     let counts = |partition: &&Partition| {
         partition.gpu == observed.uuid
             && !matches!(&partition.owner, Owner::Reservation(said) if !binds(said))
     };
     let partitions: Vec<&Partition> = gpu_node.spec.partitions.iter().filter(counts).collect();
-    let reported = gpu_node.status.as_ref().and_then(|status| status.geometry_of(observed));
     let policy = matched.policy();
-    let geometry = reported.map(convert);
-    let allowed = match (&geometry, policy) {
+    let cut = observed.geometry.as_deref().and_then(|name| here.get(name)).copied();
+    let geometry = cut.map(|index| &geometries[index]);
+    // One that cannot be cut, as far as is known, can still be shared.
+    let index = cut.or_else(|| geometries.iter().position(|known| *known == uncut(observed)));
+    let allowed = match (geometry, policy) {
         (Some(geometry), Some(policy)) => allowed_profiles(geometry, policy),
         _ => BTreeSet::new(),
     };
-    let (mig, whole) =
-        policy.map_or((Capability::No, Capability::No), |policy| capabilities(observed, policy));
+    let (mig, whole, shared) = policy
+        .map_or((Capability::No, Capability::No, Capability::No), |policy| capabilities(observed, policy));
+    let room = policy.and_then(|policy| share_room(observed, policy));
+    let shares = shares(observed, &partitions);
     Gpu {
         uuid: observed.uuid.clone(),
         closed: closed(observed, matched),
@@ -248,19 +265,78 @@ fn gpu(
             PlacementStrategy::Pack => Strategy::Pack,
             PlacementStrategy::Spread => Strategy::Spread,
         },
-        instances: instances(observed, &partitions, geometry.as_ref()),
-        taken_whole: partitions.iter().any(|partition| partition.instance.is_none())
+        instances: instances(observed, &partitions, geometry),
+        taken_whole: partitions.iter().any(|one| one.instance.is_none() && one.share.is_none())
             || !observed.claims.is_empty()
-            || (!observed.mig.enabled && observed.processes > 0),
-        geometry: geometry.map(|geometry| index_of(geometries, geometry)),
+            || (!observed.mig.enabled && observed.processes > 0 && shares.is_empty()),
+        geometry: index,
+        shared: if room.is_some() { shared } else { Capability::No },
+        share_room: room.map(|room| (None, room)).into_iter().collect(),
+        equal_shares: observed.sharing.as_ref().is_some_and(|sharing| sharing.equal_sizes),
+        shares,
     }
 }
 
-fn index_of(geometries: &mut Vec<Geometry>, geometry: Geometry) -> GeometryIndex {
-    geometries.iter().position(|known| *known == geometry).unwrap_or_else(|| {
-        geometries.push(geometry);
-        geometries.len() - 1
+/// What stands for the geometry of a GPU that cannot be cut.
+fn uncut(observed: &gpu_node::Gpu) -> Geometry {
+    Geometry { name: observed.product.clone(), ..Geometry::default() }
+}
+
+/// What all shares of the GPU itself may have together; `None`: it is to carry none.
+fn share_room(observed: &gpu_node::Gpu, policy: &PartitionPolicy) -> Option<Portion> {
+    let (sharing, shares) = (observed.sharing.as_ref()?, &policy.spec.shares);
+    let allowed = shares.gpus == SharesMode::Allow && sharing.isolation >= shares.isolation;
+    // What is no quantity was refused when the policy was written: then nothing can be promised.
+    let reserve = quantity::milli(&shares.memory_reserve)?.max(0) / 1000;
+    allowed.then(|| Portion {
+        memory_bytes: observed.memory_bytes.saturating_sub(u64::try_from(reserve).unwrap_or(u64::MAX)),
+        compute_milli: u64::from(shares.compute_percent) * 1000,
+        clients: shares.max_per_gpu.min(sharing.max_clients),
     })
+}
+
+/// The shares on a GPU: those on record, and those that are still in use.
+fn shares(observed: &gpu_node::Gpu, partitions: &[&Partition]) -> Vec<TakenShare> {
+    let portion = |memory_bytes, compute_milli| TakenShare {
+        instance: None,
+        portion: Portion { memory_bytes, compute_milli, clients: 1 },
+    };
+    let on_record =
+        partitions.iter().filter(|one| one.instance.is_none()).filter_map(|one| one.share.as_ref());
+    let known: BTreeSet<&str> = on_record.clone().map(|share| share.id.as_str()).collect();
+    let left = observed.shares.iter().filter(|share| share.placement.is_none() && share.in_use());
+    let left = left.filter(|share| !known.contains(share.id.as_str()));
+    on_record
+        .map(|share| portion(share.memory_bytes, share.compute_milli.into()))
+        .chain(left.map(|share| portion(share.memory_bytes, u64::from(share.compute_percent) * 1000)))
+        .collect()
+}
+
+/// The geometries of a node by name, each converted once for all of its GPUs.
+fn geometries_of<'a>(
+    gpu_node: &'a GpuNode,
+    geometries: &mut Vec<Geometry>,
+) -> BTreeMap<&'a str, GeometryIndex> {
+    let Some(status) = &gpu_node.status else { return BTreeMap::new() };
+    let mut index_of = |geometry: Geometry| {
+        geometries.iter().position(|known| *known == geometry).unwrap_or_else(|| {
+            geometries.push(geometry);
+            geometries.len() - 1
+        })
+    };
+    let all: Vec<GeometryIndex> = reported(status).into_iter().map(&mut index_of).collect();
+    status.geometries.iter().map(|geometry| geometry.name.as_str()).zip(all).collect()
+}
+
+/// The geometries that a node reports, in their order, then what stands for those of its other GPUs that can be shared.
+pub fn reported(status: &GpuNodeStatus) -> Vec<Geometry> {
+    let mut all: Vec<Geometry> = status.geometries.iter().map(convert).collect();
+    for observed in &status.gpus {
+        if observed.geometry.is_none() && observed.sharing.is_some() && !all.contains(&uncut(observed)) {
+            all.push(uncut(observed));
+        }
+    }
+    all
 }
 
 /// Whether the node's daemon sees its hardware and follows the spec.
@@ -313,14 +389,15 @@ pub fn may_switch(observed: &gpu_node::Gpu, policy: &PartitionPolicy) -> bool {
     }
 }
 
-fn capabilities(observed: &gpu_node::Gpu, policy: &PartitionPolicy) -> (Capability, Capability) {
+/// Whether it can be cut, handed out whole, and shared.
+fn capabilities(observed: &gpu_node::Gpu, policy: &PartitionPolicy) -> (Capability, Capability, Capability) {
     let after_switch = if may_switch(observed, policy) { Capability::AfterSwitch } else { Capability::No };
     let (if_enabled, if_disabled) =
         if observed.mig.enabled { (Capability::Now, after_switch) } else { (after_switch, Capability::Now) };
     match policy.spec.mig.mode {
-        MigMode::Dynamic => (if_enabled, if_disabled),
-        MigMode::Static => (if_enabled, Capability::No),
-        MigMode::Off => (Capability::No, if_disabled),
+        MigMode::Dynamic => (if_enabled, if_disabled, if_disabled),
+        MigMode::Static => (if_enabled, Capability::No, Capability::No),
+        MigMode::Off => (Capability::No, if_disabled, if_disabled),
     }
 }
 

@@ -2,7 +2,6 @@ use serde_json::json;
 
 use super::*;
 use crate::cache::PodInfo;
-use crate::controller::matching;
 use crate::testing::{gated_pod, gpu, instance, policy, wanted, world};
 use kerf_crds::gpu_node::{ClaimOwner, ClaimReference, Reason};
 
@@ -10,6 +9,7 @@ fn claimed(pod: &str, instance: Option<gpu_node::WantedInstance>) -> Partition {
     Partition {
         gpu: "GPU-0".into(),
         instance,
+        share: None,
         owner: Owner::Claim(ClaimOwner {
             namespace: "default".into(),
             name: format!("claim-of-{pod}"),
@@ -21,7 +21,7 @@ fn claimed(pod: &str, instance: Option<gpu_node::WantedInstance>) -> Partition {
 }
 
 fn board(world: &World) -> Board {
-    take(world, &matching::matches(world), |_| true)
+    take(world, &Views::of(world), |_| true)
 }
 
 fn states(board: &Board) -> Vec<(u32, InstanceState, bool)> {

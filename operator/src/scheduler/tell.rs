@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use kerf_crds::conditions::{pod::PLANNED, pod_reason};
 use kerf_crds::gpu_node::Partition;
+use kerf_crds::quantity::quantity;
 use kerf_planner::misfit_text;
 use kerf_planner::protocol::{self, Claim, Step, Waiting};
 use kube::ResourceExt;
@@ -118,9 +119,11 @@ pub fn of_placement(
         return Some(Sentence::waiting(reason, message));
     }
     if seen.observed.withdraw {
+        let gang = seen.pod.as_ref().and_then(|pod| pod.gang());
+        let who = gang.map_or_else(|| "it".into(), |gang| format!("it or another pod of gang {}", gang.name));
         return Some(Sentence::waiting(
             pod_reason::RESHAPING,
-            format!("gives up its place on node {name}, where it cannot run now"),
+            format!("gives up its place on node {name}, where {who} cannot run now"),
         ));
     }
     if let Some(Trouble::Node(misfit)) = trouble {
@@ -129,6 +132,11 @@ pub fn of_placement(
         return Some(Sentence::waiting(pod_reason::NODES_DO_NOT_FIT, message));
     }
     match (&seen.observed.claim, step) {
+        // Whom it waits for is added where all of them are known.
+        (_, Step::Wait(Waiting::Others)) => {
+            let message = format!("has {} on node {name} and waits for other pods", list(seen));
+            Some(Sentence::waiting(pod_reason::WAITS_FOR_GANG, message))
+        }
         (Claim::Allocated { as_planned: true, .. }, _) => Some(allocated(seen)),
         (Claim::Stolen, _) => Some(Sentence::waiting(
             pod_reason::BAD_CLAIM,
@@ -174,7 +182,10 @@ fn making(seen: &Seen) -> Sentence {
     let status = seen.node.as_ref().and_then(|node| node.status.as_ref());
     let problem = seen.devices.iter().find_map(|device| {
         let gpu = status?.gpus.iter().find(|gpu| gpu.uuid == device.gpu)?;
-        Some((gpu.index, gpu.problem.as_ref()?))
+        let of_share = device.share.as_ref().and_then(|wanted| {
+            gpu.shares.iter().find(|share| share.id == wanted.id).and_then(|share| share.problem.as_ref())
+        });
+        Some((gpu.index, of_share.or(gpu.problem.as_ref())?))
     });
     match problem {
         Some((index, problem)) => Sentence::waiting(
@@ -185,16 +196,31 @@ fn making(seen: &Seen) -> Sentence {
     }
 }
 
-fn list(seen: &Seen) -> String {
+/// How large a share is, for people.
+pub fn share_text(memory_bytes: u64, compute_milli: u32) -> String {
+    format!("a share of {} and {} %", quantity(memory_bytes).0, f64::from(compute_milli) / 1000.0)
+}
+
+/// The devices of a place, with their GPUs.
+pub fn list(seen: &Seen) -> String {
     let status = seen.node.as_ref().and_then(|node| node.status.as_ref());
     let one = |device: &Partition| {
         let gpu = status.and_then(|status| status.gpus.iter().find(|gpu| gpu.uuid == device.gpu));
         let gpu = gpu.map_or_else(|| device.gpu.clone(), |gpu| format!("GPU {}", gpu.index));
-        match &device.instance {
-            Some(instance) => {
+        match (&device.instance, &device.share) {
+            (None, None) => format!("the whole of {gpu}"),
+            (Some(instance), None) => {
                 format!("{} at slice {} of {gpu}", instance.profile, instance.placement.start)
             }
-            None => format!("the whole of {gpu}"),
+            (None, Some(share)) => {
+                format!("{} of {gpu}", share_text(share.memory_bytes, share.compute_milli))
+            }
+            (Some(instance), Some(share)) => format!(
+                "{} of the {} at slice {} of {gpu}",
+                share_text(share.memory_bytes, share.compute_milli),
+                instance.profile,
+                instance.placement.start
+            ),
         }
     };
     seen.devices.iter().map(one).collect::<Vec<_>>().join(", ")

@@ -3,6 +3,7 @@
 
 use std::sync::Arc;
 
+use kerf_crds::conditions::problem_reason;
 use kerf_crds::gpu_node::{self, Partition};
 use kerf_planner::nodes::{Misfit, lacking, unsuitable};
 use kerf_planner::snapshot::PodNeeds;
@@ -59,9 +60,8 @@ pub fn of(board: &Board, seen: &Seen, key: &Key) -> Option<Trouble> {
         if instance_failed(observed, device) {
             return Some(Trouble::Hopeless);
         }
-        let failing = observed
-            .problem
-            .as_ref()
+        let failing = share_failed(observed, device)
+            .or(observed.problem.as_ref())
             .map(|problem| FailingGpu { uuid: device.gpu.clone(), why: snapshot::text(problem) });
         let closed = node.gpus[gpu].closed.is_some();
         match failing {
@@ -89,6 +89,20 @@ fn instance_failed(gpu: &gpu_node::Gpu, device: &Partition) -> bool {
                 && instance.unhealthy.is_some()
         })
     })
+}
+
+/// Why the share cannot come into force there, if it cannot.
+fn share_failed<'a>(gpu: &'a gpu_node::Gpu, device: &Partition) -> Option<&'a gpu_node::Reason> {
+    const LASTING: [&str; 5] = [
+        problem_reason::BAD_SHARE,
+        problem_reason::ISOLATION_UNAVAILABLE,
+        problem_reason::SHARING_UNAVAILABLE,
+        problem_reason::SIZES_DIFFER,
+        problem_reason::POD_FAILED,
+    ];
+    let wanted = device.share.as_ref()?;
+    let problem = gpu.shares.iter().find(|share| share.id == wanted.id)?.problem.as_ref()?;
+    LASTING.contains(&problem.reason.as_str()).then_some(problem)
 }
 
 /// What the pod would ask for if it had no place, and did not want this one. `None` while it is not to be moved.

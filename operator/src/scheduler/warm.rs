@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use kerf_crds::PartitionPolicy;
 use kerf_crds::gpu_node::{Owner, Partition, Placement, PolicyInstance, PolicyOwner, WantedInstance};
 use kerf_crds::partition_policy::MigMode;
 use kerf_planner::layout::{WarmWish, warm};
@@ -13,10 +14,20 @@ use super::snapshot::Board;
 use crate::controller::matching::{Match, Matches};
 
 /// The warm instances of every policy, by node.
-pub fn entries(board: &Board, matches: &Matches, plan: &Plan) -> BTreeMap<String, Vec<Partition>> {
+/// `all`: every policy.
+pub fn entries<'p>(
+    all: impl Iterator<Item = &'p Arc<PartitionPolicy>>,
+    board: &Board,
+    matches: &Matches,
+    plan: &Plan,
+) -> BTreeMap<String, Vec<Partition>> {
     let mut wishes = Vec::new();
     let mut owners = Vec::new();
     let mut policies = BTreeMap::new();
+    let mut all = all;
+    if all.all(|policy| policy.spec.mig.warm.is_empty()) {
+        return BTreeMap::new();
+    }
     for (node, gpu_node) in board.gpu_nodes.iter().enumerate() {
         let name = gpu_node.name_any();
         for (gpu, state) in board.snapshot.nodes[node].gpus.iter().enumerate() {
@@ -65,6 +76,7 @@ pub fn entries(board: &Board, matches: &Matches, plan: &Plan) -> BTreeMap<String
                 profile: profile.name.clone(),
                 placement: Placement { start: place.start, size: profile.size },
             }),
+            share: None,
             owner: Owner::Policy(PolicyOwner {
                 name: owners[place.wish].clone(),
                 kind: PolicyInstance::Warm,

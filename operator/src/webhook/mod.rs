@@ -33,6 +33,7 @@ use thiserror::Error;
 pub use denial::Denial;
 pub use pods::{AdmissionContext, Mutation, mutate};
 pub use policies::{Verdict, validate};
+pub(crate) use review::context;
 pub use update::restore;
 
 /// Where the webhook listens, and the names of its objects in the API server.

@@ -7,9 +7,15 @@ use k8s_openapi::api::core::v1::{
     Container, Pod, PodResourceClaim, PodSchedulingGate, PodSpec, ResourceClaim, ResourceRequirements,
 };
 use kerf_crds::{
-    names::{GATE, GPU_RESOURCE, ORIGINAL_RESOURCES, POD_CLAIM, POD_OPT_OUT},
+    gpu_node::Isolation,
+    names::{
+        GATE, GPU_RESOURCE, ISOLATION, ORIGINAL_RESOURCES, POD_CLAIM, POD_OPT_OUT, SHARE_COMPUTE, SHARE_GPUS,
+        SHARE_MEMORY,
+    },
     requests::{ContainerRequest, MAX_DEVICES, OriginalResources, expand, too_many},
 };
+
+use crate::cache::host_access;
 
 use super::{
     denial::Denial,
@@ -61,12 +67,23 @@ pub fn mutate(pod: &Pod, context: &AdmissionContext) -> Result<Mutation, Denial>
     let original = OriginalResources {
         init_containers: collect(spec.init_containers.iter().flatten(), "initContainers", served, &earlier)?,
         containers: collect(spec.containers.iter(), "containers", served, &earlier)?,
+        isolation: None,
     };
+    let original = OriginalResources { isolation: isolation(pod, &original)?, ..original };
     let expanded = expand(&original);
     if expanded.requests.is_empty() {
         return Ok(Mutation::default());
     }
     refuse_what_cannot_be_planned(spec, &earlier, expanded.requests.len())?;
+    if let Some(field) = host_access(spec)
+        .filter(|_| wants_share(&original) && original.isolation != Some(Isolation::Hardware))
+    {
+        return Err(Denial::invalid(
+            field,
+            "what a share of a GPU may have cannot be kept from a pod that shares the host's processes or is privileged; \
+             leave this out, or ask for a whole GPU or a MIG instance",
+        ));
+    }
 
     let mut changed = pod.clone();
     let annotation = serde_json::to_string(&original)
@@ -77,7 +94,9 @@ pub fn mutate(pod: &Pod, context: &AdmissionContext) -> Result<Mutation, Denial>
     let requests: BTreeMap<&str, &ContainerRequest> = requests.map(|one| (one.name.as_str(), one)).collect();
     for container in spec.init_containers.iter_mut().flatten().chain(&mut spec.containers) {
         if let Some(request) = requests.get(container.name.as_str()) {
-            strip(container, request.resources.keys());
+            let of_share = request.share.is_some().then_some([SHARE_MEMORY, SHARE_COMPUTE, SHARE_GPUS]);
+            let resources = request.resources.keys().map(String::as_str);
+            strip(container, resources.chain(of_share.into_iter().flatten()));
         }
         use_devices(container, expanded.uses.get(&container.name).map_or(&[], Vec::as_slice));
     }
@@ -109,7 +128,7 @@ pub(super) fn is_left_alone(pod: &Pod) -> bool {
 /// a pod that this one was copied from.
 struct Earlier {
     /// What was asked for then, by container.
-    resources: BTreeMap<String, BTreeMap<String, u32>>,
+    requests: BTreeMap<String, ContainerRequest>,
     claim_name: Option<String>,
     /// There is a claim entry of Kerf's name that Kerf did not make, at this path.
     clash: Option<String>,
@@ -117,7 +136,7 @@ struct Earlier {
 
 impl Earlier {
     fn read(pod: &Pod) -> Result<Self, Denial> {
-        let mut earlier = Self { resources: BTreeMap::new(), claim_name: None, clash: None };
+        let mut earlier = Self { requests: BTreeMap::new(), claim_name: None, clash: None };
         let spec = pod.spec.as_ref();
         let entries = || spec.and_then(|spec| spec.resource_claims.as_ref()).into_iter().flatten();
         let Some(index) = entries().position(|entry| entry.name == POD_CLAIM) else {
@@ -140,9 +159,26 @@ impl Earlier {
             )
         })?;
         let requests = original.init_containers.into_iter().chain(original.containers);
-        earlier.resources = requests.map(|request| (request.name, request.resources)).collect();
+        earlier.requests = requests.map(|request| (request.name.clone(), request)).collect();
         Ok(earlier)
     }
+}
+
+fn wants_share(original: &OriginalResources) -> bool {
+    original.init_containers.iter().chain(&original.containers).any(|one| one.share.is_some())
+}
+
+/// What the pod's annotation says of its shares.
+fn isolation(pod: &Pod, original: &OriginalResources) -> Result<Option<Isolation>, Denial> {
+    let text = pod.metadata.annotations.as_ref().and_then(|all| all.get(ISOLATION));
+    let Some(text) = text.filter(|_| wants_share(original)) else { return Ok(None) };
+    let known = [Isolation::Process, Isolation::Driver, Isolation::Hardware];
+    known.into_iter().find(|isolation| isolation.word() == text).map(Some).ok_or_else(|| {
+        Denial::invalid(
+            format!("metadata.annotations[{ISOLATION}]"),
+            format!("'{text}' is none of hardware, driver and process, from the strongest isolation to the weakest"),
+        )
+    })
 }
 
 /// What each container asks for, those left out that ask for nothing.
@@ -157,7 +193,9 @@ fn collect<'a>(
         let path = format!("spec.{list}[{index}]");
         let sidecar = list == "initContainers" && is_sidecar(container);
         let mut request = of_container(container, &path, sidecar, served)?;
-        for (resource, count) in earlier.resources.get(&container.name).into_iter().flatten() {
+        let asked_then = earlier.requests.get(&container.name);
+        request.share = request.share.or(asked_then.and_then(|then| then.share));
+        for (resource, count) in asked_then.iter().flat_map(|then| &then.resources) {
             if *count as usize > MAX_DEVICES {
                 return Err(Denial::invalid(
                     format!("metadata.annotations[{ORIGINAL_RESOURCES}]"),
@@ -166,7 +204,7 @@ fn collect<'a>(
             }
             request.resources.entry(resource.clone()).or_insert(*count);
         }
-        if !request.resources.is_empty() {
+        if !request.is_empty() {
             all.push(request);
         }
     }

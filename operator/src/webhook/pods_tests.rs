@@ -313,3 +313,77 @@ fn a_profile_that_no_gpu_has_is_warned_of() {
     let mutation = mutate(&simple(json!({ "nvidia.com/mig-1g.10gb": "1" })), &context).unwrap();
     assert_eq!(mutation.warnings, Vec::<String>::new());
 }
+
+fn annotated(mut pod: Pod, name: &str, value: &str) -> Pod {
+    pod.metadata.annotations.get_or_insert_default().insert(name.to_owned(), value.to_owned());
+    pod
+}
+
+#[test]
+fn a_share_is_noted_in_bytes_and_percent() {
+    let before = simple(json!({ SHARE_MEMORY: "12Gi", SHARE_COMPUTE: "30", SHARE_GPUS: "1", "cpu": "1" }));
+    let after = mutated(&annotated(before, ISOLATION, "driver"), &context());
+    let original: Value =
+        serde_json::from_str(&after.metadata.annotations.clone().unwrap()[ORIGINAL_RESOURCES]).unwrap();
+    assert_eq!(
+        original,
+        json!({
+            "containers": [{ "name": "main", "share": { "memoryBytes": 12u64 << 30, "computePercent": 30 } }],
+            "isolation": "Driver",
+        })
+    );
+    assert_eq!(claims(&after, "main"), ["kerf/device-0"]);
+    let resources = after.spec.clone().unwrap().containers[0].resources.clone().unwrap();
+    assert_eq!(resources.limits.unwrap().into_keys().collect::<Vec<_>>(), ["cpu"]);
+    assert_eq!(mutate(&after, &context()).unwrap(), Mutation::default(), "asked again, it changes nothing");
+}
+
+#[test]
+fn shares_that_cannot_be_are_refused_with_the_remedy() {
+    for (limits, field, remedy) in [
+        (json!({ SHARE_MEMORY: "12Gi" }), SHARE_MEMORY, "add `kerf.dev/gpu-compute: 30`"),
+        (json!({ SHARE_COMPUTE: "30" }), SHARE_COMPUTE, "add `kerf.dev/gpu-memory: 12Gi`"),
+        (json!({ SHARE_GPUS: "2" }), SHARE_GPUS, "add `kerf.dev/gpu-memory: 12Gi`"),
+        (json!({ SHARE_MEMORY: "12", SHARE_COMPUTE: "30" }), SHARE_MEMORY, "write `12Gi` for 12 GiB"),
+        (json!({ SHARE_MEMORY: "0", SHARE_COMPUTE: "30" }), SHARE_MEMORY, "write `12Gi`"),
+        (json!({ SHARE_MEMORY: "-1Gi", SHARE_COMPUTE: "30" }), SHARE_MEMORY, "negative"),
+        (json!({ SHARE_MEMORY: "1Gi", SHARE_COMPUTE: "0" }), SHARE_COMPUTE, "between 1 and 100"),
+        (json!({ SHARE_MEMORY: "1Gi", SHARE_COMPUTE: "101" }), SHARE_COMPUTE, "between 1 and 100"),
+        (json!({ SHARE_MEMORY: "1Gi", SHARE_COMPUTE: "0.5" }), SHARE_COMPUTE, "not a whole number"),
+        (json!({ SHARE_MEMORY: "1Gi", SHARE_COMPUTE: "30%" }), SHARE_COMPUTE, "no quantity"),
+        (json!({ SHARE_MEMORY: "1Gi", SHARE_COMPUTE: "30", SHARE_GPUS: "0" }), SHARE_GPUS, "Leave it out"),
+        (
+            json!({ SHARE_MEMORY: "1Gi", SHARE_COMPUTE: "30", SHARE_GPUS: "2" }),
+            SHARE_GPUS,
+            "find one MPS server only",
+        ),
+    ] {
+        let denial = denial(&simple(limits));
+        assert_eq!(denial.field, format!("spec.containers[0].resources.limits[{field}]"));
+        assert!(denial.message.contains(remedy), "{denial:?}");
+    }
+    for (spec, field) in [
+        (json!({ "hostPID": true }), "spec.hostPID"),
+        (json!({ "hostIPC": true }), "spec.hostIPC"),
+        (
+            json!({ "initContainers": [{ "name": "i", "securityContext": { "privileged": true } }] }),
+            "spec.initContainers[0].securityContext.privileged",
+        ),
+    ] {
+        let mut with =
+            serde_json::to_value(simple(json!({ SHARE_MEMORY: "1Gi", SHARE_COMPUTE: "30" }))).unwrap();
+        with["spec"].as_object_mut().unwrap().extend(spec.as_object().unwrap().clone());
+        assert_eq!(denial(&pod(with.clone())).field, field);
+        let hardware = annotated(pod(with), ISOLATION, "hardware");
+        assert!(mutate(&hardware, &context()).is_ok(), "MIG keeps it apart");
+    }
+    let whole = annotated(simple(json!({ SHARE_MEMORY: "1Gi", SHARE_COMPUTE: "30" })), ISOLATION, "strong");
+    assert_eq!(denial(&whole).field, format!("metadata.annotations[{ISOLATION}]"));
+    let burst = pod(json!({
+        "metadata": { "name": "train" },
+        "spec": { "containers": [{ "name": "main", "resources": {
+            "limits": { SHARE_MEMORY: "2Gi", SHARE_COMPUTE: "30" }, "requests": { SHARE_MEMORY: "1Gi", SHARE_COMPUTE: "30" },
+        } }] },
+    }));
+    assert!(denial(&burst).message.contains("a share is all of its limit"));
+}

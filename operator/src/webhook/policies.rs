@@ -10,13 +10,13 @@ use std::{
 
 use kerf_crds::{
     GpuNode, PartitionPolicySpec,
-    gpu_node::Geometry,
-    partition_policy::{LayoutEntry, MigMode, MigPolicy},
+    gpu_node::{Geometry, Isolation},
+    partition_policy::{LayoutEntry, MigMode, MigPolicy, SharesMode},
     profile,
 };
 use kerf_planner::layout::pack_layout;
 
-use super::{denial::Denial, selector};
+use super::{denial::Denial, quantity::count, selector};
 use crate::scheduler::snapshot::convert;
 
 /// What there is to say of a policy.
@@ -50,10 +50,34 @@ pub fn validate(spec: &PartitionPolicySpec, nodes: &[Arc<GpuNode>]) -> Verdict {
         verdict.denials.extend(selector::check(&clients.pod_selector, &path));
     }
     forbidden_profiles(&spec.mig, &mut verdict.denials);
+    check_shares(spec, &mut verdict.denials);
     let models = Models::of(spec, nodes);
     models.check_profiles(&spec.mig, &mut verdict);
     models.check_layout(&spec.mig, &mut verdict);
     verdict
+}
+
+fn check_shares(spec: &PartitionPolicySpec, denials: &mut Vec<Denial>) {
+    let (shares, field) = (&spec.shares, |name: &str| format!("spec.shares.{name}"));
+    if shares.gpus == SharesMode::Allow && spec.mig.mode == MigMode::Static {
+        denials.push(Denial::invalid(
+            field("gpus"),
+            "GPUs of a static layout are always cut, so they carry no shares; take mode Dynamic or Off, or Never here",
+        ));
+    }
+    if shares.isolation == Isolation::Hardware {
+        denials.push(Denial::invalid(
+            field("isolation"),
+            "a share is never isolated by hardware; take Driver or Process, or MIG instances instead of shares",
+        ));
+    }
+    let reserve = &shares.memory_reserve.0;
+    if let Err(error) = count(reserve) {
+        denials.push(Denial::invalid(
+            field("memoryReserve"),
+            format!("'{reserve}' is no number of bytes ({error:?}); write a quantity such as 1Gi"),
+        ));
+    }
 }
 
 /// Instances of profiles that the policy itself does not allow.

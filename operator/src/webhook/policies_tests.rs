@@ -182,3 +182,21 @@ fn selectors_are_checked() {
         ]
     );
 }
+
+#[test]
+fn shares_that_can_never_be_are_refused() {
+    let of = |shares: serde_json::Value, mode| {
+        let shares = serde_json::from_value(shares).unwrap();
+        let layout =
+            if mode == MigMode::Static { layout(&[("7g.80gb", 1, None)]).layout } else { Vec::new() };
+        let mig = MigPolicy { mode, layout, ..MigPolicy::default() };
+        validate(&PartitionPolicySpec { shares, ..policy(&[], mig) }, &nodes()).denials
+    };
+    let field = |shares, mode| of(shares, mode).into_iter().map(|denial| denial.field).collect::<Vec<_>>();
+    let allow = serde_json::json!({"gpus": "Allow", "memoryReserve": "512Mi", "isolation": "Process"});
+    assert!(field(allow.clone(), MigMode::Dynamic).is_empty());
+    assert!(field(allow.clone(), MigMode::Off).is_empty());
+    assert_eq!(field(allow, MigMode::Static), ["spec.shares.gpus"]);
+    let nonsense = serde_json::json!({"memoryReserve": "some", "isolation": "Hardware"});
+    assert_eq!(field(nonsense, MigMode::Dynamic), ["spec.shares.isolation", "spec.shares.memoryReserve"]);
+}

@@ -1,13 +1,13 @@
-//! Kubernetes quantities, as far as counts of devices need them.
+//! Kubernetes quantities, as far as counts of devices and bytes need them.
 
-/// Why a quantity is no count of devices.
+/// Why a quantity is no count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NoCount {
     /// Not a quantity at all.
     Malformed,
     Negative,
     Fractional,
-    /// More than `u32` holds.
+    /// More than `u64` holds.
     Huge,
 }
 
@@ -15,7 +15,7 @@ pub(super) enum NoCount {
 ///
 /// The grammar is that of `k8s.io/apimachinery/pkg/api/resource.Quantity`: a signed decimal number and one suffix, which
 /// is decimal (`n u m k M G T P E`), binary (`Ki` … `Ei`) or an exponent (`e3`).
-pub(super) fn count(text: &str) -> Result<u32, NoCount> {
+pub(super) fn count(text: &str) -> Result<u64, NoCount> {
     let (negative, unsigned) = match text.as_bytes().first() {
         Some(b'-') => (true, &text[1..]),
         Some(b'+') => (false, &text[1..]),
@@ -53,7 +53,7 @@ pub(super) fn count(text: &str) -> Result<u32, NoCount> {
         (true, Some(power)) if value % power == 0 => value / power,
         (true, _) => return Err(NoCount::Fractional),
     };
-    u32::try_from(count).map_err(|_| NoCount::Huge)
+    u64::try_from(count).map_err(|_| NoCount::Huge)
 }
 
 /// A suffix as factor and power of ten.
@@ -99,6 +99,7 @@ mod tests {
             ("20e-1", 2),
             ("1Ki", 1024),
             ("-0", 0),
+            ("12Gi", 12 << 30),
         ] {
             assert_eq!(count(text), Ok(expected), "{text}");
         }
@@ -116,9 +117,9 @@ mod tests {
             ("500m", NoCount::Fractional),
             ("0.5", NoCount::Fractional),
             ("1e-999999", NoCount::Fractional),
-            ("5G", NoCount::Huge),
+            ("20E", NoCount::Huge),
             ("1e999999", NoCount::Huge),
-            ("1Ei", NoCount::Huge),
+            ("99Ei", NoCount::Huge),
             ("99999999999999999999999999", NoCount::Huge),
         ] {
             assert_eq!(count(text), Err(expected), "{text}");

@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::{api::core::v1::Container, apimachinery::pkg::api::resource::Quantity};
 use kerf_crds::{
-    names::{GPU_RESOURCE, MIG_RESOURCE_PREFIX},
-    requests::{ContainerRequest, MAX_DEVICES, too_many},
+    names::{GPU_RESOURCE, MIG_RESOURCE_PREFIX, SHARE_COMPUTE, SHARE_GPUS, SHARE_MEMORY},
+    requests::{ContainerRequest, LEAST_SHARE_MEMORY, MAX_DEVICES, ShareSize, too_many},
 };
 
 use super::{
@@ -31,7 +31,7 @@ impl Served {
                 )
             });
         }
-        Ok(is_mig_resource(resource))
+        Ok(is_mig_resource(resource) || is_of_share(resource))
     }
 }
 
@@ -46,6 +46,11 @@ pub(super) fn is_mig_resource(resource: &str) -> bool {
         && profile.ends_with(|c: char| c.is_ascii_alphanumeric())
 }
 
+/// Whether a resource says something of a share.
+pub(super) fn is_of_share(resource: &str) -> bool {
+    [SHARE_MEMORY, SHARE_COMPUTE, SHARE_GPUS].contains(&resource)
+}
+
 /// What one container asks for; `path` is that of the container, `spec.containers[0]`.
 ///
 /// # Errors
@@ -56,7 +61,9 @@ pub(super) fn of_container(
     sidecar: bool,
     served: Served,
 ) -> Result<ContainerRequest, Denial> {
-    let mut request = ContainerRequest { name: container.name.clone(), sidecar, resources: BTreeMap::new() };
+    let mut request =
+        ContainerRequest { name: container.name.clone(), sidecar, resources: BTreeMap::new(), share: None };
+    let mut of_share: BTreeMap<&str, (&Quantity, String)> = BTreeMap::new();
     let Some(resources) = &container.resources else { return Ok(request) };
     let none = BTreeMap::new();
     let limits = resources.limits.as_ref().unwrap_or(&none);
@@ -75,6 +82,20 @@ pub(super) fn of_container(
                 ),
             ));
         };
+        if is_of_share(resource) {
+            if requests.get(resource).is_some_and(|request| count(&request.0) != count(&limit.0)) {
+                return Err(Denial::invalid(
+                    field("requests"),
+                    format!(
+                        "the request of {} differs from the limit of {}: a share is all of its limit; make both the same \
+                         or leave the request out",
+                        requests[resource].0, limit.0
+                    ),
+                ));
+            }
+            of_share.insert(resource, (limit, field("limits")));
+            continue;
+        }
         let devices = devices(limit, || field("limits"))?;
         if let Some(request) = requests.get(resource)
             && self::devices(request, || field("requests"))? != devices
@@ -90,13 +111,71 @@ pub(super) fn of_container(
         }
         request.resources.insert(resource.clone(), devices);
     }
+    request.share = share(&of_share, path)?;
     Ok(request)
+}
+
+/// The share that a container's limits ask for, if any.
+fn share(limits: &BTreeMap<&str, (&Quantity, String)>, path: &str) -> Result<Option<ShareSize>, Denial> {
+    let Some((_, field)) = limits.values().next() else { return Ok(None) };
+    let number = |resource: &str, example: &str| {
+        let Some((quantity, field)) = limits.get(resource) else {
+            return Err(Denial::invalid(
+                field.clone(),
+                format!(
+                    "a share of a GPU needs memory and compute: add `{resource}: {example}` to {path}.resources.limits"
+                ),
+            ));
+        };
+        let text = &quantity.0;
+        count(text).map_err(|error| {
+            let what = match error {
+                NoCount::Malformed => "no quantity",
+                NoCount::Negative => "negative",
+                NoCount::Fractional => "not a whole number",
+                NoCount::Huge => "more than any GPU has",
+            };
+            Denial::invalid(field.clone(), format!("'{text}' is {what}; write a number such as {example}"))
+        })
+    };
+    let invalid = |resource: &str, message: String| {
+        let field = limits.get(resource).map_or(field, |(_, field)| field);
+        Err(Denial::invalid(field.clone(), message))
+    };
+    let gpus = if limits.contains_key(SHARE_GPUS) { number(SHARE_GPUS, "1")? } else { 1 };
+    let (memory_bytes, compute) = (number(SHARE_MEMORY, "12Gi")?, number(SHARE_COMPUTE, "30")?);
+    if gpus != 1 {
+        return invalid(
+            SHARE_GPUS,
+            format!(
+                "a container can have a share of one GPU, not of {gpus}: its processes find one MPS server only, and each \
+                 GPU has its own. Leave it out, or give other containers or pods shares of their own"
+            ),
+        );
+    }
+    if memory_bytes < LEAST_SHARE_MEMORY {
+        return invalid(
+            SHARE_MEMORY,
+            format!(
+                "{memory_bytes} bytes are too few for a CUDA context; the unit is bytes: write `12Gi` for 12 GiB (the least \
+                 is {}Mi)",
+                LEAST_SHARE_MEMORY >> 20
+            ),
+        );
+    }
+    if !(1..=100).contains(&compute) {
+        return invalid(
+            SHARE_COMPUTE,
+            format!("{compute} is not between 1 and 100: the unit is percent of one GPU's multiprocessors"),
+        );
+    }
+    Ok(Some(ShareSize { memory_bytes, compute_percent: compute as u32 }))
 }
 
 fn devices(quantity: &Quantity, field: impl Fn() -> String) -> Result<u32, Denial> {
     let text = &quantity.0;
     let message = match count(text) {
-        Ok(count) if count as usize <= MAX_DEVICES => return Ok(count),
+        Ok(count) if count <= MAX_DEVICES as u64 => return Ok(count as u32),
         Ok(_) | Err(NoCount::Huge) => too_many(text),
         Err(NoCount::Fractional) => format!(
             "'{text}' is not a whole number: a MIG instance or GPU is handed out whole; ask for 1 of a smaller profile"
@@ -110,7 +189,7 @@ fn devices(quantity: &Quantity, field: impl Fn() -> String) -> Result<u32, Denia
 }
 
 /// Takes the named resources out of limits and requests; maps that become empty go.
-pub(super) fn strip<'a>(container: &mut Container, resources: impl IntoIterator<Item = &'a String>) {
+pub(super) fn strip<'a>(container: &mut Container, resources: impl IntoIterator<Item = &'a str>) {
     let Some(requirements) = &mut container.resources else { return };
     for resource in resources {
         for list in [&mut requirements.limits, &mut requirements.requests] {

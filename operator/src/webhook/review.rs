@@ -56,7 +56,8 @@ pub(super) fn policy(body: &[u8], view: &dyn View) -> AdmissionReview<DynamicObj
     })
 }
 
-fn context(view: &dyn View, request_uid: &str) -> AdmissionContext {
+/// What is known beside a pod.
+pub(crate) fn context(view: &dyn View, request_uid: &str) -> AdmissionContext {
     let policies = view.policies();
     let serves = |policies: Vec<_>| {
         policies

@@ -1,19 +1,19 @@
 //! One planning cycle, snapshot to plan, on a large cluster.
 
 use std::fmt::Write as _;
-use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use kerf_planner::check::violations;
 use kerf_planner::plan;
 use kerf_planner::snapshot::{DeviceNeed, PodNeeds, Request, Snapshot};
 
+use crate::clock;
 use crate::fleet::{large, need, pod, seven};
 
 /// Nodes of eight GPUs, and requests at once.
 pub const SIZES: [(usize, usize); 4] = [(500, 4_000), (500, 12_000), (2_000, 8_000), (10_000, 8_000)];
 
-/// Of each size; the shortest counts, since others may be at work on the machine.
+/// Of each size; the shortest counts.
 const RUNS: usize = 5;
 
 /// Requests for 1g, 2g and 3g instances; one in twenty for two devices, one in four for a zone.
@@ -47,15 +47,11 @@ pub fn table(sizes: &[(usize, usize)]) -> Result<String> {
     let mut table = "| nodes × 8 GPUs | requests | placed | time |\n|---|---|---|---|".to_owned();
     for &(nodes, requests) in sizes {
         let snapshot = snapshot(nodes, requests);
-        let (mut least, mut placed) = (Duration::MAX, 0);
-        for _ in 0..RUNS {
-            let started = Instant::now();
-            let plan = plan(&snapshot);
-            least = least.min(started.elapsed());
-            let wrong = violations(&snapshot, &plan);
-            ensure!(wrong.is_empty(), "the plan for {nodes} nodes is illegal: {wrong:?}");
-            placed = plan.placements.len();
-        }
+        let least = clock::shortest(RUNS, || drop(plan(&snapshot)));
+        let plan = plan(&snapshot);
+        let wrong = violations(&snapshot, &plan);
+        ensure!(wrong.is_empty(), "the plan for {nodes} nodes is illegal: {wrong:?}");
+        let placed = plan.placements.len();
         _ = write!(table, "\n| {nodes} | {requests} | {placed} | {least:.1?} |");
     }
     Ok(table)

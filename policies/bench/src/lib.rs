@@ -10,17 +10,24 @@
 //! | [`online`] | the loss system that both are run in, and its tables |
 //! | [`offline`] | queues planned at once, beside the optimum |
 //! | [`cycle`] | time of one planning cycle |
+//! | [`gangs`] | time to answer batches that want all or nothing |
 //! | [`speed`] | decisions per second |
+//! | [`clock`] | processor time |
+//! | [`openb`], [`published`] | shares on the openb trace; what others published for it |
 //! | [`plot`] | charts |
 //! | [`numbers`] | means and confidence intervals over paired seeds |
 pub mod bounds;
+pub mod clock;
 pub mod cycle;
 pub mod engine;
 pub mod fleet;
+pub mod gangs;
 pub mod numbers;
 pub mod offline;
 pub mod online;
+pub mod openb;
 pub mod plot;
+pub mod published;
 pub mod rivals;
 pub mod speed;
 pub mod workload;

@@ -7,7 +7,7 @@ use clap::Parser;
 use kerf_planner_bench::online::{GPUS, NODES};
 use kerf_planner_bench::rivals::Rule;
 use kerf_planner_bench::workload::{LOADS, one_model, three_models};
-use kerf_planner_bench::{cycle, fleet, offline, online, speed};
+use kerf_planner_bench::{cycle, fleet, gangs, offline, online, openb, speed};
 
 /// Measure the decision engine beside other policies and bounds, and print the tables of docs/benchmarks.md
 #[derive(Parser)]
@@ -21,9 +21,13 @@ struct Arguments {
     /// First seed
     #[arg(long, default_value_t = 1)]
     first_seed: u64,
-    /// Print only this table: online, mixed, moves, offline, cycle or speed
+    /// Print only this table: online, mixed, moves, offline, cycle, gangs or speed
     #[arg(long)]
     table: Option<String>,
+    /// Print the table of shares on the openb trace instead, with its files (openb_node_list_gpu_node.csv and
+    /// openb_pod_list_….csv) in this folder
+    #[arg(long)]
+    openb: Option<PathBuf>,
     /// Draw the charts into this folder instead
     #[arg(long)]
     charts: Option<PathBuf>,
@@ -34,6 +38,10 @@ fn main() -> Result<()> {
     let seeds: Vec<u64> = (arguments.first_seed..).take(arguments.seeds as usize).collect();
     if let Some(folder) = arguments.charts {
         return charts(&folder, &seeds, arguments.jobs);
+    }
+    if let Some(folder) = arguments.openb {
+        println!("{}", openb::table(&folder, &seeds)?);
+        return Ok(());
     }
     let wanted = |table: &str| arguments.table.as_deref().is_none_or(|only| only == table);
     let jobs = arguments.jobs;
@@ -52,8 +60,11 @@ fn main() -> Result<()> {
     if wanted("cycle") {
         println!("{}", cycle::table(&cycle::SIZES)?);
     }
+    if wanted("gangs") {
+        println!("{}", gangs::table(&gangs::NODES)?);
+    }
     if wanted("speed") {
-        println!("{}", speed::table(&[125, 1_250, 12_500], &fleet::mixed()?));
+        println!("{}", speed::table(&speed::NODES, &fleet::mixed()?));
     }
     Ok(())
 }
@@ -63,7 +74,13 @@ fn charts(folder: &Path, seeds: &[u64], jobs: usize) -> Result<()> {
     let three = [Rule::LeastGiven, Rule::FirstFit, Rule::BestFitBestStart, Rule::Hami, Rule::Spread];
     let on_one = online::chart(&one_model(GPUS), "One model, uniform mix", &one, seeds, jobs);
     let on_three = online::chart(&three_models(NODES)?, "Three models, uniform mix", &three, seeds, jobs);
-    for (name, chart) in [("accepted-one-model.svg", on_one), ("accepted-three-models.svg", on_three)] {
+    let time = gangs::chart(&gangs::NODES, &speed::NODES, &fleet::mixed()?)?;
+    let all = [
+        ("accepted-one-model.svg", on_one),
+        ("accepted-three-models.svg", on_three),
+        ("time-by-gpus.svg", time),
+    ];
+    for (name, chart) in all {
         let path = folder.join(name);
         std::fs::write(&path, chart).with_context(|| format!("cannot write {}", path.display()))?;
     }

@@ -138,7 +138,7 @@ pub fn chart(setting: &Setting, title: &str, rules: &[Rule], seeds: &[u64], numb
         lines.push((rule.name().to_owned(), line(&rival)));
     }
     let ticks = [loads.clone(), (4..=10).map(|ten| f64::from(10 * ten)).collect()];
-    Chart { title, axes: ["load", "accepted work, %"], ticks, lines }.svg()
+    Chart { title, axes: ["load", "accepted work, %"], ticks, logarithmic: false, lines }.svg()
 }
 
 /// Accepted work with moves, by their number and by the share of jobs that may be moved: a table. What the moves gain is

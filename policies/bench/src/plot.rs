@@ -19,6 +19,8 @@ pub struct Chart<'a> {
     pub axes: [&'a str; 2],
     /// Ticks of the axes, first and last of each its ends.
     pub ticks: [Vec<f64>; 2],
+    /// Axes in logarithms.
+    pub logarithmic: bool,
     /// Names and points.
     pub lines: Vec<(String, Vec<(f64, f64)>)>,
 }
@@ -31,7 +33,8 @@ impl Chart<'_> {
         let part = |axis: usize, value: f64| {
             let ticks = &self.ticks[axis];
             let (first, last) = (ticks.first().copied().unwrap_or(0.0), ticks.last().copied().unwrap_or(1.0));
-            (value - first) / (last - first)
+            let scale = |value: f64| if self.logarithmic { value.log10() } else { value };
+            (scale(value) - scale(first)) / (scale(last) - scale(first))
         };
         let x = |value: f64| left + part(0, value) * wide;
         let y = |value: f64| top + (1.0 - part(1, value)) * high;

@@ -11,6 +11,8 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::fleet::{large, need, pod};
 
+/// Nodes of eight GPUs.
+pub const NODES: [usize; 3] = [125, 1_250, 12_500];
 /// Decisions that are measured.
 const DECISIONS: usize = 100_000;
 /// Refusals that are measured.
@@ -49,7 +51,14 @@ pub fn table(nodes: &[usize], geometries: &[Geometry]) -> String {
     table
 }
 
-fn row<'a>(snapshot: &'a Snapshot) -> String {
+/// What was measured on a fleet: time to build it, and of each decision and refusal.
+struct Measured {
+    built: Duration,
+    placed: Vec<Duration>,
+    refused: Vec<Duration>,
+}
+
+fn measured<'a>(snapshot: &'a Snapshot) -> Measured {
     let started = Instant::now();
     let mut fleet = Fleet::of(snapshot);
     let built = started.elapsed();
@@ -100,14 +109,30 @@ fn row<'a>(snapshot: &'a Snapshot) -> String {
             None => without.push(started.elapsed()),
         }
     }
+    Measured { built, placed, refused: without }
+}
+
+fn row(snapshot: &Snapshot) -> String {
+    let Measured { built, mut placed, mut refused } = measured(snapshot);
     let all: Duration = placed.iter().sum();
     let gpus: usize = snapshot.nodes.iter().map(|node| node.gpus.len()).sum();
     format!(
         "| {gpus} | {built:.1?} | {} | {} | {:.0} |",
         times(&mut placed),
-        times(&mut without),
+        times(&mut refused),
         placed.len() as f64 / all.as_secs_f64()
     )
+}
+
+/// Milliseconds of a decision on average by the number of GPUs, for the chart.
+pub fn line(nodes: &[usize], geometries: &[Geometry]) -> Vec<(f64, f64)> {
+    let point = |&nodes: &usize| {
+        let mut snapshot = large(nodes, geometries);
+        snapshot.requests = requests(geometries);
+        let placed = measured(&snapshot).placed;
+        (8.0 * nodes as f64, 1e3 * placed.iter().sum::<Duration>().as_secs_f64() / placed.len().max(1) as f64)
+    };
+    nodes.iter().map(point).collect()
 }
 
 /// `mean | p99`

@@ -1,7 +1,7 @@
 //! Builders and random worlds for the planner's tests.
 #![allow(dead_code)]
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::Path;
 
 use kerf_planner::occupancy::Occupancy;
@@ -190,7 +190,19 @@ pub fn carry_out(snapshot: &Snapshot, plan: &Plan) -> Snapshot {
     for placement in &plan.placements {
         for device in &placement.devices {
             let gpu = &mut after.nodes[placement.node].gpus[device.gpu];
+            if let Some(portion) = device.share {
+                let instance = device.instance.map(|planned| (planned.profile, planned.start));
+                let carries = gpu.shares.iter().any(|share| share.instance == instance);
+                gpu.shares.push(TakenShare { instance, portion });
+                if carries {
+                    continue;
+                }
+            }
             match device.instance {
+                None if device.share.is_some() => {
+                    gpu.shared = Capability::Now;
+                    gpu.instances.clear();
+                }
                 None => gpu.taken_whole = true,
                 Some(planned) => {
                     let size = after.geometries[gpu.geometry.unwrap()].profiles[planned.profile].size;
@@ -297,6 +309,23 @@ pub fn random_gpu(dice: &mut Dice, uuid: String, geometries: &[Geometry]) -> Gpu
     gpu
 }
 
+/// What there is for shares on so much memory.
+pub fn all_of(gib: u64) -> Portion {
+    Portion { memory_bytes: gib << 30, compute_milli: gib * 1000, clients: 8 }
+}
+
+/// A share.
+pub fn portion(gib: u64, tens: u64) -> Portion {
+    Portion { memory_bytes: gib << 30, compute_milli: tens * 10_000, clients: 1 }
+}
+
+/// A share of a GPU itself, or of an instance, of any geometry.
+pub fn share(geometries: &[Geometry], of: Portion, carrier: impl Fn(&Geometry) -> Carrier) -> Want {
+    let shares =
+        geometries.iter().enumerate().map(|(index, geometry)| ((index, carrier(geometry)), of)).collect();
+    Want { count: 1, label: "a share".into(), shares, ..Want::default() }
+}
+
 pub fn random_cluster(dice: &mut Dice, nodes: usize, gpus: usize, geometries: &[Geometry]) -> Snapshot {
     // A few kinds of GPU per cluster, so that requests meet them.
     let kinds: Vec<Geometry> = (0..1 + dice.below(3)).map(|_| dice.pick(geometries).clone()).collect();
@@ -317,6 +346,111 @@ pub fn random_cluster(dice: &mut Dice, nodes: usize, gpus: usize, geometries: &[
         snapshot.nodes.push(node);
     }
     snapshot
+}
+
+/// A cluster with requests, gangs among them, and pods that may be moved.
+pub fn random_world(dice: &mut Dice) -> Snapshot {
+    let (nodes, gpus) = (1 + dice.below(4), dice.below(4));
+    let mut snapshot = random_cluster(dice, nodes, gpus, geometries());
+    add_pods(dice, &mut snapshot);
+    snapshot
+}
+
+/// Adds requests, gangs among them, shares, and pods that may be moved.
+pub fn add_pods(dice: &mut Dice, snapshot: &mut Snapshot) {
+    for id in 0..dice.below(12) {
+        let needs = 1 + usize::from(dice.percent(30));
+        let mut request = random_request(dice, id, needs, snapshot);
+        request.waited_seconds = dice.percent(60).then(|| dice.below(100) as u64);
+        request.gang = dice.percent(15).then(|| "gang".into());
+        snapshot.requests.push(request);
+    }
+    if dice.percent(50) {
+        add_shares(dice, snapshot);
+    }
+    for (n, node) in snapshot.nodes.iter().enumerate() {
+        for (g, gpu) in node.gpus.iter().enumerate() {
+            let Some(geometry) = gpu.geometry else { continue };
+            let taken = |one: &&Instance| one.state == InstanceState::Taken && one.exists;
+            for held in gpu.instances.iter().filter(taken) {
+                let profile = held.profile.expect("a known profile");
+                let name = &snapshot.geometries[geometry].profiles[profile].name;
+                let wanted = want(&snapshot.geometries, name);
+                let id = format!("ns/m{}", snapshot.movable.len());
+                snapshot.movable.push(Movable {
+                    request: request(&id, vec![wanted]),
+                    node: n,
+                    devices: vec![PlacedDevice {
+                        request: "r0".into(),
+                        subrequest: None,
+                        gpu: g,
+                        instance: Some(PlannedInstance { profile, start: held.start, exists: true }),
+                        share: None,
+                    }],
+                    price: dice.below(3) as u32,
+                    budgets: (0..2).filter(|_| dice.percent(20)).collect(),
+                    most_moves: dice.below(4) as u32,
+                    after_seconds: dice.below(50) as u64,
+                });
+            }
+        }
+    }
+    snapshot.budgets = vec![1, 0];
+}
+
+/// Lets GPUs and instances carry shares, some of them with some, and has some of the requests ask for shares; some of
+/// what is asked for is known before.
+pub fn add_shares(dice: &mut Dice, snapshot: &mut Snapshot) {
+    for gpu in snapshot.nodes.iter_mut().flat_map(|node| &mut node.gpus) {
+        if dice.percent(50) {
+            gpu.shared = gpu.whole;
+            gpu.share_room.insert(None, all_of(80));
+        }
+        for (index, profile) in snapshot.geometries[gpu.geometry.unwrap()].profiles.iter().enumerate() {
+            if dice.percent(30) {
+                gpu.share_room.insert(Some(index), all_of(10 * u64::from(profile.size)));
+            }
+        }
+        let unused = gpu.instances.is_empty() && !gpu.taken_whole;
+        if unused && gpu.shared == Capability::Now && dice.percent(40) {
+            for _ in 0..1 + dice.below(3) {
+                let portion = portion(5 * (1 + dice.below(4) as u64), 1 + dice.below(3) as u64);
+                gpu.shares.push(TakenShare { instance: None, portion });
+            }
+        }
+        for instance in gpu.instances.iter().filter(|instance| instance.state == InstanceState::Taken) {
+            if gpu.share_room.contains_key(&instance.profile) && dice.percent(70) {
+                let instance = Some((instance.profile.unwrap(), instance.start));
+                gpu.shares.push(TakenShare { instance, portion: portion(5, 1) });
+            }
+        }
+        gpu.equal_shares = dice.percent(30);
+    }
+    let geometries = &snapshot.geometries;
+    for request in &mut snapshot.requests {
+        for want in request.devices.iter_mut().flat_map(|need| &mut need.alternatives) {
+            if !dice.percent(30) {
+                continue;
+            }
+            let of = portion(1 + dice.below(30) as u64, dice.below(5) as u64);
+            let of = Portion { clients: dice.below(3) as u32, ..of };
+            let (itself, profile) = (dice.percent(70), dice.next() as usize);
+            want.shares = share(geometries, of, |g| (!itself).then(|| profile % g.profiles.len())).shares;
+            if dice.percent(70) {
+                (want.whole, want.label) = (false, "a share".into());
+                want.profiles.clear();
+            }
+        }
+    }
+    if dice.percent(40) {
+        for id in 0..1 + dice.below(4) {
+            let known = |request: &Request| request.devices.len() == 1;
+            let request =
+                snapshot.requests.iter().find(|request| known(request)).filter(|_| dice.percent(50));
+            let request = request.cloned().unwrap_or_else(|| random_request(dice, id, 1, snapshot));
+            snapshot.demand.push(Demand { request, weight: dice.below(5) as u32 });
+        }
+    }
 }
 
 pub fn random_want(dice: &mut Dice, snapshot: &Snapshot) -> Want {
@@ -439,12 +573,19 @@ fn try_devices(
                 want.profiles.get(&gpu.geometry.unwrap()).is_some_and(|p| p.contains(&planned.profile))
             }
         };
-        for instance in options.into_iter().filter(wanted) {
+        let share_of = |option: &Option<PlannedInstance>| {
+            let carrier = option.map(|planned| planned.profile);
+            want.shares.get(&(gpu.geometry?, carrier)).copied()
+        };
+        let whole = options.iter().filter(|option| wanted(option)).map(|&option| (option, None));
+        let shares = options.iter().filter_map(|option| Some((*option, Some(share_of(option)?))));
+        for (instance, share) in whole.chain(shares) {
             devices.push(PlacedDevice {
                 request: request.devices[need].name.clone(),
                 subrequest: want.subrequest.clone(),
                 gpu: index,
                 instance,
+                share,
             });
             if try_devices(snapshot, request, node, need, want, left - 1, devices) {
                 return true;
@@ -452,6 +593,117 @@ fn try_devices(
             devices.pop();
         }
     }
+    false
+}
+
+/// Every way to give the request devices on some node, legal or not.
+fn ways(snapshot: &Snapshot, index: usize) -> Vec<Placement> {
+    let request = &snapshot.requests[index];
+    let mut all = Vec::new();
+    for node in 0..snapshot.nodes.len() {
+        let mut so_far: Vec<Vec<PlacedDevice>> = vec![Vec::new()];
+        for need in &request.devices {
+            let mut next = Vec::new();
+            for want in &need.alternatives {
+                let mut of_want = so_far.clone();
+                for _ in 0..want.count {
+                    let devices = devices(snapshot, node, &need.name, want);
+                    let with = |before: &Vec<PlacedDevice>| -> Vec<Vec<PlacedDevice>> {
+                        devices
+                            .iter()
+                            .map(|device| [before.as_slice(), std::slice::from_ref(device)].concat())
+                            .collect()
+                    };
+                    of_want = of_want.iter().flat_map(with).collect();
+                }
+                next.extend(of_want);
+            }
+            so_far = next;
+        }
+        all.extend(so_far.into_iter().map(|devices| Placement { request: index, node, devices }));
+    }
+    all
+}
+
+fn devices(snapshot: &Snapshot, node: usize, need: &str, want: &Want) -> Vec<PlacedDevice> {
+    let mut devices = Vec::new();
+    for (index, gpu) in snapshot.nodes[node].gpus.iter().enumerate() {
+        let mut device = |instance, share| {
+            let (request, subrequest) = (need.to_owned(), want.subrequest.clone());
+            devices.push(PlacedDevice { request, subrequest, gpu: index, instance, share });
+        };
+        if want.whole {
+            device(None, None);
+        }
+        let geometry = gpu.geometry.unwrap();
+        let starts = |profile: usize| snapshot.geometries[geometry].profiles[profile].starts.iter();
+        for &profile in want.profiles.get(&geometry).into_iter().flatten() {
+            for &start in starts(profile) {
+                device(Some(PlannedInstance { profile, start, exists: false }), None);
+            }
+        }
+        for (carrier, portion) in kerf_planner::share::on(&want.shares, Some(geometry)) {
+            match carrier {
+                None => device(None, Some(portion)),
+                Some(profile) => starts(profile).for_each(|&start| {
+                    device(Some(PlannedInstance { profile, start, exists: false }), Some(portion));
+                }),
+            }
+        }
+    }
+    devices
+}
+
+/// Whether all requests have places together, by trying everything against the checker.
+pub fn all_fit(snapshot: &Snapshot) -> bool {
+    let legal: Vec<Vec<Placement>> = (0..snapshot.requests.len())
+        .map(|index| {
+            let alone = Snapshot { requests: vec![snapshot.requests[index].clone()], ..snapshot.clone() };
+            let fits = |way: &Placement| {
+                let placements = vec![Placement { request: 0, ..way.clone() }];
+                kerf_planner::check::violations(&alone, &Plan { placements, ..Plan::default() }).is_empty()
+            };
+            ways(snapshot, index).into_iter().filter(fits).collect()
+        })
+        .collect();
+    let mut prefixes: Vec<Snapshot> = Vec::new();
+    for number in 1..=snapshot.requests.len() {
+        prefixes.push(Snapshot { requests: snapshot.requests[..number].to_vec(), ..snapshot.clone() });
+    }
+    try_all(&prefixes, &legal, &mut Vec::new(), &mut HashSet::new())
+}
+
+type Situation = (BTreeSet<String>, BTreeMap<usize, i128>);
+
+fn try_all(
+    prefixes: &[Snapshot],
+    legal: &[Vec<Placement>],
+    placements: &mut Vec<Placement>,
+    dead: &mut HashSet<(usize, Situation)>,
+) -> bool {
+    let at = placements.len();
+    let Some(snapshot) = prefixes.get(at) else { return true };
+    let places = placements.iter().flat_map(|one| one.devices.iter().map(|d| (one.node, d.gpu, d.instance)));
+    let mut cpus = BTreeMap::new();
+    for one in placements.iter() {
+        let needs = snapshot.requests[one.request].pod.milli.get("cpu").copied().unwrap_or(0);
+        *cpus.entry(one.node).or_default() += needs;
+    }
+    let situation = (at, (places.map(|place| format!("{place:?}")).collect(), cpus));
+    if dead.contains(&situation) {
+        return false;
+    }
+    for way in &legal[at] {
+        placements.push(way.clone());
+        let plan = Plan { placements: placements.clone(), ..Plan::default() };
+        if kerf_planner::check::violations(snapshot, &plan).is_empty()
+            && try_all(prefixes, legal, placements, dead)
+        {
+            return true;
+        }
+        placements.pop();
+    }
+    dead.insert(situation);
     false
 }
 

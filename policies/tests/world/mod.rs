@@ -232,6 +232,10 @@ pub enum Missing {
     Counting,
     /// A pod bound away from its allocation is left there.
     Eviction,
+    /// Pods of a gang that is not complete are not held back.
+    HoldingBack,
+    /// What a gang that is not complete has is not given back.
+    GivingBack,
 }
 
 /// The rules of a world.
@@ -246,6 +250,8 @@ pub struct Rules {
     /// Whether a place counts as ready by a report that was made under an older spec: the instance that it shows may be
     /// destroyed under that spec yet, and made again under the present one.
     pub old_reports: bool,
+    /// All pods are of one gang.
+    pub together: bool,
     pub missing: Missing,
 }
 
@@ -256,9 +262,9 @@ impl<const P: usize, const S: usize> Operator<P, S> {
             Write::AddEntry | Write::Step(Step::RemoveEntry | Step::RestoreEntry) => {
                 self.fresh_specs & bit(place / rules.places_per_node) != 0
             }
-            Write::Step(Step::Allocate { .. } | Step::ReleaseHold | Step::ClearAllocation) => {
-                self.fresh_claims & bit(pod) != 0
-            }
+            Write::Step(
+                Step::Allocate { .. } | Step::ReleaseHold | Step::ClearAllocation | Step::DeleteClaim,
+            ) => self.fresh_claims & bit(pod) != 0,
             Write::Step(_) => true,
         }
     }
@@ -322,7 +328,11 @@ impl<const P: usize, const S: usize, const O: usize> World<P, S, O> {
                 && matches!(
                     pending.write,
                     Write::Step(
-                        Step::Allocate { .. } | Step::ReleaseHold | Step::ClearAllocation | Step::CreateClaim
+                        Step::Allocate { .. }
+                            | Step::ReleaseHold
+                            | Step::ClearAllocation
+                            | Step::CreateClaim
+                            | Step::DeleteClaim
                     )
                 )
             {
@@ -350,6 +360,53 @@ impl<const P: usize, const S: usize, const O: usize> World<P, S, O> {
     /// Where the entries of a pod are, by an operator's view.
     fn entries(seen: &Api<P, S>, pod: usize) -> impl Iterator<Item = usize> + '_ {
         (0..S).filter(move |&place| seen.spec[place] == Some(pod as u8))
+    }
+
+    /// Of a gang: how many places it still needs, and whether there are as many pods and places for that.
+    fn lacks(&self, rules: &Rules, seen: &Api<P, S>) -> (usize, bool) {
+        let placed = |p: &usize| match seen.pod[*p] {
+            PodNow::Gated => Self::entries(seen, *p).any(|place| !self.bad[Self::node_of(rules, place)]),
+            PodNow::Unbound | PodNow::Bound { .. } | PodNow::Running { .. } => true,
+            PodNow::Done | PodNow::Gone => false,
+        };
+        let waits = |p: &usize| seen.pod[*p] == PodNow::Gated && Self::entries(seen, *p).next().is_none();
+        let free = |place: &usize| {
+            let good = !self.bad[Self::node_of(rules, *place)];
+            good && seen.spec[*place].is_none() && seen.report_use[*place] == 0
+        };
+        let lacks = P - (0..P).filter(placed).count();
+        let can = (0..P).filter(waits).count().min((0..S).filter(free).count());
+        (lacks, can >= lacks)
+    }
+
+    /// Whether one of its gang is itself leaving a place.
+    fn one_leaves(&self, rules: &Rules, seen: &Api<P, S>) -> bool {
+        let leaves = |p: usize| Self::entries(seen, p).any(|place| self.bad[Self::node_of(rules, place)]);
+        (0..P).any(|p| seen.pod[p] == PodNow::Gated && leaves(p))
+    }
+
+    /// Whether the pod has to wait for others of its gang.
+    fn is_held_back(&self, rules: &Rules, seen: &Api<P, S>, pod: usize) -> bool {
+        let ready = |p: usize| match seen.pod[p] {
+            PodNow::Gated => Self::entries(seen, p).any(|place| {
+                let good = !self.bad[Self::node_of(rules, place)];
+                let made = seen.report_spec[place] == Some(p as u8) && seen.report_use[place] & !bit(p) == 0;
+                good && made && matches!(seen.claim[p], ClaimNow::There { deleting: false, .. })
+            }),
+            PodNow::Unbound | PodNow::Bound { .. } | PodNow::Running { .. } => true,
+            PodNow::Done | PodNow::Gone => false,
+        };
+        let held_back = rules.together && seen.pod[pod] == PodNow::Gated && !(0..P).all(ready);
+        held_back && rules.missing != Missing::HoldingBack
+    }
+
+    /// Whether the pod gives its place back because its gang cannot be completed.
+    fn gives_back(&self, rules: &Rules, seen: &Api<P, S>, pod: usize) -> bool {
+        let waits = rules.together && seen.pod[pod] == PodNow::Gated;
+        waits
+            && rules.missing != Missing::GivingBack
+            && !self.lacks(rules, seen).1
+            && !self.one_leaves(rules, seen)
     }
 
     /// What an operator asks [`protocol::next`] about a pod at a place.
@@ -395,13 +452,14 @@ impl<const P: usize, const S: usize, const O: usize> World<P, S, O> {
             },
             entry,
             claim_is_ours: true,
-            withdraw: self.bad[node],
+            withdraw: self.bad[node] || self.gives_back(rules, seen, pod),
             hold: rules.hold_at_once || self.thrown[pod],
             pod_read_live: self.operators[operator].read & bit(pod) != 0
                 || rules.missing == Missing::LiveRead,
             superseded: rules.missing != Missing::Counting
                 && has_entry
                 && counts.is_some_and(|index| entries[index].1 != place),
+            held_back: self.is_held_back(rules, seen, pod),
             place_taken: !has_entry && seen.spec[place].is_some(),
         }
     }
@@ -427,7 +485,9 @@ impl<const P: usize, const S: usize, const O: usize> World<P, S, O> {
                 let free = seen.spec[place].is_none() && seen.report_use[place] == 0;
                 let node = Self::node_of(rules, place);
                 let unplanned = matches!(next(self, rules, operator, pod, place), Step::Wait(Waiting::Plan));
-                return (free && !self.bad[node] && unplanned).then_some(Write::AddEntry);
+                let alone = !rules.together || seen.pod[pod] != PodNow::Gated;
+                let for_all = alone || self.lacks(rules, seen).1;
+                return (free && !self.bad[node] && unplanned && for_all).then_some(Write::AddEntry);
             }
             if place != 0 {
                 return None;
@@ -760,6 +820,12 @@ impl<const P: usize, const S: usize, const O: usize> World<P, S, O> {
                     self.claim_changed(p);
                 }
             }
+            Write::Step(Step::DeleteClaim) => {
+                if let ClaimNow::There { deleting, .. } = &mut self.api.claim[p] {
+                    *deleting = true;
+                    self.claim_changed(p);
+                }
+            }
             Write::Step(Step::Ungate) => {
                 if self.api.pod[p] == PodNow::Gated {
                     self.api.pod[p] = PodNow::Unbound;
@@ -789,7 +855,11 @@ impl<const P: usize, const S: usize, const O: usize> World<P, S, O> {
                     mine.fresh_specs |= bit(node);
                 }
                 Write::Step(
-                    Step::CreateClaim | Step::Allocate { .. } | Step::ReleaseHold | Step::ClearAllocation,
+                    Step::CreateClaim
+                    | Step::Allocate { .. }
+                    | Step::ReleaseHold
+                    | Step::ClearAllocation
+                    | Step::DeleteClaim,
                 ) => {
                     cache.claim[p] = api.claim[p];
                     mine.fresh_claims |= bit(p);
@@ -813,6 +883,16 @@ impl<const P: usize, const S: usize, const O: usize> World<P, S, O> {
         })
     }
 
+    /// None of a gang has started while another has no place.
+    pub fn is_all_or_none(&self) -> bool {
+        let started = |p: usize| {
+            matches!(self.api.pod[p], PodNow::Unbound | PodNow::Bound { .. } | PodNow::Running { .. })
+        };
+        let without =
+            |p: usize| self.api.pod[p] == PodNow::Gated && Self::entries(&self.api, p).next().is_none();
+        !((0..P).any(started) && (0..P).any(without))
+    }
+
     /// Nothing that is certain to happen is left.
     pub fn is_quiet(&self, rules: &Rules) -> bool {
         let mut actions = Vec::new();
@@ -833,7 +913,11 @@ impl<const P: usize, const S: usize, const O: usize> World<P, S, O> {
                     // Without a place it waits rightly if there is none.
                     let waits =
                         entries.is_empty() && !matches!(claim, ClaimNow::There { place: Some(_), .. });
-                    if waits && (0..S).any(free) {
+                    let held_back = rules.together && self.api.pod[p] == PodNow::Gated;
+                    let room = if held_back { self.lacks(rules, &self.api).1 } else { (0..S).any(free) };
+                    if waits && held_back && claim != ClaimNow::Absent {
+                        Some("waits without a place and has a claim")
+                    } else if waits && room {
                         Some("waits although there is room")
                     } else if !waits {
                         Some("has a place and does not get on")

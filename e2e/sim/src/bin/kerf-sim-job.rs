@@ -4,17 +4,16 @@
 //! Prints one line of JSON (what it runs on, its environment, what it sees), then stays until its time is up or
 //! SIGTERM. Exit status 3: there is no GPU for it.
 
-use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Write;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
 
 use clap::Parser;
 use kerf_sim::caps::Capability;
-use kerf_sim::tree::{CAPS_MAJOR, MAX_GPU_MINOR, NVIDIA_MAJOR};
+use kerf_sim::cuda;
+use kerf_sim::signals::Signals;
+use kerf_sim::tree::{CAPS_MAJOR, NVIDIA_MAJOR};
 use serde::Serialize;
 
 /// Runs on the GPUs in /dev as a CUDA program would.
@@ -63,13 +62,6 @@ struct MigDevice {
     ci: u32,
 }
 
-/// A device node of the driver.
-struct Node {
-    path: PathBuf,
-    major: u32,
-    minor: u32,
-}
-
 fn main() -> ExitCode {
     let args = Args::parse();
     match run(&args) {
@@ -82,17 +74,8 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<ExitCode, String> {
-    let nodes = nodes(&args.dev);
-    let gpus: BTreeSet<u32> = nodes
-        .iter()
-        .filter(|n| n.major == NVIDIA_MAJOR && n.minor <= MAX_GPU_MINOR)
-        .map(|n| n.minor)
-        .collect();
-    let capabilities: BTreeSet<Capability> = nodes
-        .iter()
-        .filter(|n| n.major == CAPS_MAJOR)
-        .filter_map(|n| Capability::of_minor(n.minor))
-        .collect();
+    let nodes = cuda::nodes(&args.dev);
+    let (gpus, capabilities) = cuda::sights(&nodes);
     let mig_devices: Vec<MigDevice> = capabilities
         .iter()
         .filter_map(|capability| match *capability {
@@ -127,7 +110,7 @@ fn run(args: &Args) -> Result<ExitCode, String> {
         .iter()
         .filter(|node| !args.handle_only || node.major == CAPS_MAJOR)
         .filter(|node| !args.monitor || node.major == NVIDIA_MAJOR)
-        .map(open)
+        .map(|node| node.open().map_err(|e| format!("failed to open {}: {e}", node.path.display())))
         .collect::<Result<_, _>>()?;
     println!("{line}");
     std::io::stdout().flush().map_err(|e| format!("failed to write the report: {e}"))?;
@@ -139,82 +122,5 @@ fn gpu_of(capability: Capability) -> Option<u32> {
     match capability {
         Capability::GpuInstance { gpu, .. } | Capability::ComputeInstance { gpu, .. } => Some(gpu),
         Capability::Config | Capability::Monitor => None,
-    }
-}
-
-/// The driver's device nodes in `dev`.
-fn nodes(dev: &Path) -> Vec<Node> {
-    let list = |folder: &Path| -> Vec<PathBuf> {
-        let Ok(entries) = std::fs::read_dir(folder) else { return Vec::new() };
-        entries.filter_map(Result::ok).map(|entry| entry.path()).collect()
-    };
-    let mut paths = list(dev);
-    paths.extend(list(&dev.join("nvidia-caps")));
-    paths.retain(|path| path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("nvidia")));
-    paths.sort();
-    paths
-        .into_iter()
-        .filter_map(|path| {
-            let meta = std::fs::metadata(&path).ok()?;
-            let device = meta.rdev();
-            let node = Node { path, major: libc::major(device), minor: libc::minor(device) };
-            meta.file_type().is_char_device().then_some(node)
-        })
-        .collect()
-}
-
-/// Opens a node by `O_PATH`: there is no driver behind it that could open it in earnest.
-fn open(node: &Node) -> Result<File, String> {
-    File::options()
-        .read(true)
-        .custom_flags(libc::O_PATH)
-        .open(&node.path)
-        .map_err(|e| format!("failed to open {}: {e}", node.path.display()))
-}
-
-/// SIGTERM and SIGINT, blocked and waited for.
-struct Signals {
-    set: libc::sigset_t,
-}
-
-#[allow(unsafe_code, reason = "the standard library has no way to wait for a signal")]
-impl Signals {
-    fn install(ignore_sigterm: bool) -> Result<Signals, String> {
-        // SAFETY: sigemptyset initialises the set before anything reads it; all pointers live through the calls.
-        unsafe {
-            let mut set: libc::sigset_t = std::mem::zeroed();
-            libc::sigemptyset(&mut set);
-            libc::sigaddset(&mut set, libc::SIGINT);
-            if ignore_sigterm {
-                // As process 1 of a container, a program without a handler ignores it anyway.
-                libc::signal(libc::SIGTERM, libc::SIG_IGN);
-            } else {
-                libc::sigaddset(&mut set, libc::SIGTERM);
-            }
-            match libc::sigprocmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) {
-                0 => Ok(Signals { set }),
-                _ => Err(format!("failed to block signals: {}", std::io::Error::last_os_error())),
-            }
-        }
-    }
-
-    /// Returns at a signal or after `seconds`.
-    fn wait(&self, seconds: Option<f64>) {
-        let end = seconds.map(|seconds| Instant::now() + Duration::from_secs_f64(seconds.clamp(0.0, 1e9)));
-        loop {
-            let left = match end {
-                Some(end) => end.saturating_duration_since(Instant::now()),
-                None => Duration::from_secs(3600),
-            };
-            let timeout = libc::timespec {
-                tv_sec: libc::time_t::try_from(left.as_secs()).unwrap_or(3600),
-                tv_nsec: libc::c_long::from(left.subsec_nanos()),
-            };
-            // SAFETY: the set and the timeout live through the call; a null siginfo is allowed.
-            let signal = unsafe { libc::sigtimedwait(&self.set, std::ptr::null_mut(), &timeout) };
-            if signal > 0 || end.is_some_and(|end| Instant::now() >= end) {
-                return;
-            }
-        }
     }
 }

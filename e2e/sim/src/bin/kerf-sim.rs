@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
+use kerf_sim::signals::Signals;
 use kerf_sim::{GpuSpec, Model, NodeSpec, NvmlError, Occurrence, SimNode};
 
 /// Simulated NVIDIA hardware below a driver root.
@@ -60,6 +61,8 @@ enum Command {
     Slow { call: String, millis: u64 },
     /// Ends all faults and delays.
     Clear,
+    /// Runs the kernel driver, which CUDA programs need, until SIGTERM.
+    Kernel,
     /// Reboots the machine as far as the GPUs are concerned.
     Reboot,
     /// Unloads and loads the driver.
@@ -140,6 +143,12 @@ fn run(args: Args) -> Result<(), Box<dyn std::error::Error>> {
         }
         Command::Slow { call, millis } => node.slow(&call, Duration::from_millis(millis))?,
         Command::Clear => node.clear_faults()?,
+        Command::Kernel => {
+            let signals = Signals::install(false)?;
+            node.run_kernel()?;
+            signals.wait(None);
+            node.stop_kernel();
+        }
         Command::Reboot => node.reboot()?,
         Command::ReloadDriver => node.reload_driver()?,
         Command::Xid { gpu, code, gi } => node.xid(gpu, gi, code)?,

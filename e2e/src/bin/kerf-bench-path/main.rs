@@ -1,8 +1,9 @@
 //! How long a pod takes to its container and what of that is Kerf's, what it costs the API server, and what Kerf's
 //! processes weigh. Real Kubernetes, simulated GPUs that answer at once. Prints Markdown.
 //!
-//! Each round runs the same pod three times, in turn first: without a GPU, on a MIG instance that is there, and on one
-//! that has to be made in place of another. The first is the bound: what is more than that is Kerf's.
+//! Each round runs the same pod once of each kind, in turn first: without a GPU, on a MIG instance that is there, on one
+//! that has to be made in place of another, on a share of a GPU that has others, and on the first share of a GPU. The
+//! first is the bound: what is more than that is Kerf's.
 
 mod moments;
 mod processes;
@@ -13,8 +14,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use clap::Parser;
 use k8s_openapi::api::core::v1::Pod;
+use kerf_crds::names::{SHARE_COMPUTE, SHARE_MEMORY};
 use kerf_e2e::audit::{self, Write};
-use kerf_e2e::kerf::{JOB, Kerf, KerfOptions, for_node, mig, on};
+use kerf_e2e::kerf::{JOB, Kerf, KerfOptions, NAMESPACE, for_node, mig, on};
 use kerf_e2e::{Seen, eventually};
 use kube::ResourceExt as _;
 use kube::api::ListParams;
@@ -26,7 +28,7 @@ use processes::{Memory, Process};
 /// Measures the path from a pod's creation to its start.
 #[derive(Debug, Parser)]
 struct Args {
-    /// Rounds of three pods; with none, only memory is looked at.
+    /// Rounds of a pod of each kind; with none, only memory is looked at.
     #[arg(long, default_value_t = 200)]
     rounds: usize,
     /// GPU pods in all before the second look at memory; those that the rounds leave over run many at a time.
@@ -38,6 +40,9 @@ struct Args {
     /// Seconds of looking on while nothing happens.
     #[arg(long, default_value_t = 120)]
     idle: u64,
+    /// Shares on the node of eight GPUs before the last look at memory, at most 384.
+    #[arg(long, default_value_t = 384)]
+    shares: usize,
 }
 
 /// A kind of pod. The name begins that of its pods.
@@ -46,9 +51,17 @@ enum Kind {
     Plain,
     Ready,
     Made,
+    Shared,
+    First,
 }
 
-const KINDS: [Kind; 3] = [Kind::Plain, Kind::Ready, Kind::Made];
+const KINDS: [Kind; 5] = [Kind::Plain, Kind::Ready, Kind::Made, Kind::Shared, Kind::First];
+
+/// What a pod of the kind [`Kind::Shared`] or [`Kind::First`] asks for: 48 of them are on one GPU.
+const SHARE: [(&str, &str); 2] = [(SHARE_MEMORY, "1Gi"), (SHARE_COMPUTE, "2")];
+
+/// The branch of the driver that limits memory.
+const LIMITS: u32 = 615;
 
 impl Kind {
     fn name(self) -> &'static str {
@@ -56,6 +69,8 @@ impl Kind {
             Self::Plain => "plain",
             Self::Ready => "ready",
             Self::Made => "made",
+            Self::Shared => "shared",
+            Self::First => "first",
         }
     }
 
@@ -64,12 +79,14 @@ impl Kind {
             Self::Plain => "no GPU",
             Self::Ready => "instance there",
             Self::Made => "instance made",
+            Self::Shared => "share beside others",
+            Self::First => "first share of its GPU",
         }
     }
 
     /// Of its node.
     fn gpus(self) -> usize {
-        if self == Self::Ready { 8 } else { 1 }
+        if matches!(self, Self::Ready | Self::Shared) { 8 } else { 1 }
     }
 
     /// The node of its pods: what is written there is theirs.
@@ -78,8 +95,25 @@ impl Kind {
             Self::Plain => "bench-plain",
             Self::Ready => "bench-ready",
             Self::Made => "bench-made",
+            Self::Shared => "bench-shared",
+            Self::First => "bench-first",
         }
     }
+
+    /// What the pod of a round asks for. Of two profiles in turn on one GPU, each has to go for the other.
+    fn limits(self, round: usize) -> Vec<(String, String)> {
+        let one = |profile| vec![(mig(profile), "1".to_owned())];
+        match self {
+            Self::Plain => Vec::new(),
+            Self::Ready => one("1g.10gb"),
+            Self::Made => one(["7g.80gb", "3g.40gb"][round % 2]),
+            Self::Shared | Self::First => share(),
+        }
+    }
+}
+
+fn share() -> Vec<(String, String)> {
+    SHARE.map(|(name, quantity)| (name.to_owned(), quantity.to_owned())).to_vec()
 }
 
 impl Args {
@@ -93,7 +127,10 @@ impl Args {
 async fn main() -> Result<()> {
     let args = Args::parse();
     let nodes = args.kinds().iter().map(|kind| (kind.node(), "h100-80-sxm", kind.gpus()));
-    let kerf = Kerf::start(KerfOptions::nodes(&nodes.collect::<Vec<_>>())).await?;
+    let mut options = KerfOptions::nodes(&nodes.collect::<Vec<_>>());
+    // Of its own accord kubelet takes 110.
+    options.kubelet_config.insert("maxPods".to_owned(), json!(500));
+    let kerf = Kerf::start(KerfOptions { driver_branch: Some(LIMITS), ..options }).await?;
     let measured = measure(&kerf, &args).await;
     if measured.is_err() {
         kerf.cluster.keep_logs();
@@ -107,12 +144,24 @@ async fn measure(kerf: &Kerf, args: &Args) -> Result<()> {
     for (kind, mig) in [(Kind::Ready, layout), (Kind::Made, json!({ "mode": "Dynamic" }))] {
         kerf.policy(kind.node(), for_node(kind.node(), mig)).await?;
     }
+    for kind in [Kind::Shared, Kind::First] {
+        let mut policy = for_node(kind.node(), json!({ "mode": "Dynamic" }));
+        policy["shares"] = json!({ "gpus": "Allow" });
+        kerf.policy(kind.node(), policy).await?;
+    }
     let sim = kerf.sim(Kind::Ready.node())?;
     eventually(kerf_e2e::kerf::PATIENCE, "56 instances", || async {
         Ok(Seen::when(sim.instances()?.len(), |count| *count == 56))
     })
     .await?;
     let mut moments = Moments::watch(&kerf.client(), &namespace);
+    // Beside which others get theirs.
+    let standing = kerf.namespace("standing").await?;
+    kerf.create_pod(&standing, &on(Kind::Shared.node(), pod("standing", share(), SLEEP)?)).await?;
+    eventually(kerf_e2e::kerf::PATIENCE, "a share that stays", || async {
+        Ok(Seen::when(servers_on(kerf, Kind::Shared.node()).await?, |servers| *servers == 1))
+    })
+    .await?;
     // The first pods switch MIG on and fill caches; they are not counted.
     for kind in args.kinds() {
         one(kerf, &namespace, *kind, "first", 1, &mut moments).await?;
@@ -129,6 +178,7 @@ async fn measure(kerf: &Kerf, args: &Args) -> Result<()> {
             Process::baseline(kerf, Kind::Ready.node()).await?,
         ),
         ("node daemon, 1 GPU".to_owned(), Process::daemon(kerf, Kind::Made.node())?),
+        ("node daemon, 8 GPUs that carry shares".to_owned(), Process::daemon(kerf, Kind::Shared.node())?),
     ];
     let (idle, wake_ups) = watch_idle(&processes, args.idle).await?;
 
@@ -151,6 +201,13 @@ async fn measure(kerf: &Kerf, args: &Args) -> Result<()> {
         burst(kerf, &namespace, in_burst).await?;
         let pods = args.pods + number * in_burst;
         looks.push((format!("after {pods} GPU pods"), memory(&processes)?));
+    }
+
+    if args.shares > 0 {
+        kerf.delete_pod(&standing, "standing").await?;
+        kerf.wait_no_leak(&standing).await?;
+        many_shares(kerf, &namespace, args.shares, &mut moments).await?;
+        looks.push((format!("with {} shares", args.shares), memory(&processes)?));
     }
 
     println!("\n### Memory and wake-ups\n");
@@ -191,25 +248,39 @@ async fn one(
     moments: &mut Moments,
 ) -> Result<Times> {
     let name = format!("{}-{name}", kind.name());
-    // Of two profiles in turn on one GPU, each has to go for the other.
-    let profile = match kind {
-        Kind::Plain => None,
-        Kind::Ready => Some("1g.10gb"),
-        Kind::Made => Some(["7g.80gb", "3g.40gb"][round % 2]),
-    };
-    let pod = on(kind.node(), pod(&name, profile, "trap 'exit 0' TERM; sleep 3600 & wait")?);
+    let limits = kind.limits(round);
+    let gpu = !limits.is_empty();
+    let pod = on(kind.node(), pod(&name, limits, SLEEP)?);
     let start = Instant::now();
     let uid = kerf.create_pod(namespace, &pod).await?.uid().unwrap_or_default();
     let times = moments.until_started(&uid, start).await.with_context(|| format!("pod {name}"))?;
     kerf.delete_pod(namespace, &name).await?;
-    if profile.is_some() {
+    if gpu {
         kerf.wait_no_leak(namespace).await?;
+    }
+    if kind == Kind::First {
+        // Or the next would not be the first one.
+        eventually(kerf_e2e::kerf::PATIENCE, "no MPS server left", || async {
+            Ok(Seen::when(servers_on(kerf, kind.node()).await?, |servers| *servers == 0))
+        })
+        .await?;
     }
     Ok(times)
 }
 
-fn pod(name: &str, profile: Option<&str>, script: &str) -> Result<Pod> {
-    let limits: BTreeMap<String, &str> = profile.map(|profile| (mig(profile), "1")).into_iter().collect();
+/// Pods of MPS servers on a node.
+async fn servers_on(kerf: &Kerf, node: &str) -> Result<usize> {
+    let of = ListParams::default()
+        .labels("app.kubernetes.io/name=kerf-mps-server")
+        .fields(&format!("spec.nodeName={node}"));
+    Ok(kerf.pods(NAMESPACE).list_metadata(&of).await?.items.len())
+}
+
+/// Until it is told to end.
+const SLEEP: &str = "trap 'exit 0' TERM; sleep 3600 & wait";
+
+fn pod(name: &str, limits: Vec<(String, String)>, script: &str) -> Result<Pod> {
+    let limits: BTreeMap<String, String> = limits.into_iter().collect();
     let container = json!({
         "name": "main", "image": JOB, "imagePullPolicy": "Never", "command": ["sh", "-c", script],
         "resources": { "limits": limits },
@@ -220,10 +291,34 @@ fn pod(name: &str, profile: Option<&str>, script: &str) -> Result<Pod> {
     }))?)
 }
 
+/// As many shares as a node carries, all asked for at once.
+async fn many_shares(kerf: &Kerf, namespace: &str, shares: usize, moments: &mut Moments) -> Result<()> {
+    let start = Instant::now();
+    for index in 0..shares {
+        let pod = pod(&format!("many-{index}"), share(), SLEEP)?;
+        kerf.create_pod(namespace, &on(Kind::Shared.node(), pod)).await?;
+    }
+    let created = start.elapsed();
+    let (first, last) = moments.until_all(shares, Moment::Ready, start).await?;
+    println!("\n### Many shares at once\n");
+    println!(
+        "{shares} pods that were created in {:.1} s on one node with eight GPUs and no MPS server: the first share was in force \
+         after {:.1} s, the last after {:.1} s: {:.0} shares a second from the first creation on.",
+        created.as_secs_f64(),
+        (first - start).as_secs_f64(),
+        (last - start).as_secs_f64(),
+        shares as f64 / (last - start).as_secs_f64(),
+    );
+    // What they caused has to end first.
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    Ok(())
+}
+
 /// Many pods at once, until all have ended.
 async fn burst(kerf: &Kerf, namespace: &str, pods: usize) -> Result<()> {
     for index in 0..pods {
-        kerf.create_pod(namespace, &pod(&format!("burst-{index}"), Some("1g.10gb"), "sleep 0.2")?).await?;
+        kerf.create_pod(namespace, &pod(&format!("burst-{index}"), Kind::Ready.limits(index), "sleep 0.2")?)
+            .await?;
     }
     let api = kerf.pods(namespace);
     eventually(Duration::from_secs(1800), format!("{pods} pods done"), || async {
@@ -242,10 +337,10 @@ fn print_times(measured: &BTreeMap<Kind, Vec<Times>>) {
     println!("### From pod to container\n");
     println!("Milliseconds since the pod's creation was asked for, median / p99 of {rounds} pods each.\n");
     let titles: Vec<&str> = KINDS.iter().map(|kind| kind.title()).collect();
-    println!("| moment | {} |\n|---|---|---|---|", titles.join(" | "));
+    println!("| moment | {} |\n|---|{}", titles.join(" | "), "---|".repeat(KINDS.len()));
     for (moment, name) in [
         (Moment::Committed, "placement committed in GpuNode.spec"),
-        (Moment::InstanceReady, "instance ready in GpuNode.status"),
+        (Moment::Ready, "instance or share ready in GpuNode.status"),
         (Moment::Allocated, "claim allocated"),
         (Moment::Ungated, "gate removed"),
         (Moment::Bound, "bound by kube-scheduler"),
@@ -256,7 +351,7 @@ fn print_times(measured: &BTreeMap<Kind, Vec<Times>>) {
     println!(
         "\nSteps of the same pods, and what a GPU adds to them: the differences are within each round.\n"
     );
-    println!("| step | {} |\n|---|---|---|---|", titles.join(" | "));
+    println!("| step | {} |\n|---|{}", titles.join(" | "), "---|".repeat(KINDS.len()));
     let step = |from: Option<Moment>, to: Moment| {
         move |times: &Times| {
             let from = from.map_or(Some(Duration::ZERO), |from| times.get(&from).copied());
@@ -317,7 +412,7 @@ fn quantile(sorted: &[f64], q: f64) -> f64 {
 
 /// Writes by pods' kind: an object belongs to it by its name, as claims and events begin with their pod's, or by its node.
 fn print_writes(writes: &[Write], rounds: usize) {
-    let mut table: BTreeMap<(String, String), [usize; 3]> = BTreeMap::new();
+    let mut table: BTreeMap<(String, String), [usize; KINDS.len()]> = BTreeMap::new();
     for (column, kind) in KINDS.into_iter().enumerate() {
         let of_kind = |write: &&Write| {
             // Kept up whatever pods do, and the harness's own.
@@ -340,10 +435,12 @@ fn print_writes(writes: &[Write], rounds: usize) {
         }
     }
     println!("\n### API writes per pod\n");
-    println!("| writer | write | {} |\n|---|---|---|---|---|", KINDS.map(Kind::title).join(" | "));
-    let per_pod =
-        |counts: [usize; 3]| counts.map(|count| format!("{:.2}", count as f64 / rounds as f64)).join(" | ");
-    let mut all = [0; 3];
+    let line = "---|".repeat(KINDS.len());
+    println!("| writer | write | {} |\n|---|---|{line}", KINDS.map(Kind::title).join(" | "));
+    let per_pod = |counts: [usize; KINDS.len()]| {
+        counts.map(|count| format!("{:.2}", count as f64 / rounds as f64)).join(" | ")
+    };
+    let mut all = [0; KINDS.len()];
     for ((user, what), counts) in table {
         println!("| {user} | {what} | {} |", per_pod(counts));
         all.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);

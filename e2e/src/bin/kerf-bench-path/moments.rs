@@ -17,7 +17,7 @@ use tokio::sync::mpsc;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Moment {
     Committed,
-    InstanceReady,
+    Ready,
     Allocated,
     Ungated,
     Bound,
@@ -65,15 +65,20 @@ impl Moments {
             for partition in &node.spec.partitions {
                 let Owner::Claim(owner) = &partition.owner else { continue };
                 see(&owner.pod_uid, Moment::Committed);
-                let Some(wanted) = &partition.instance else { continue };
-                let on_gpu = gpus.iter().filter(|gpu| gpu.uuid == partition.gpu);
-                let made = on_gpu.flat_map(|gpu| &gpu.instances).any(|instance| {
-                    instance.uuid.is_some()
-                        && instance.placement == wanted.placement
-                        && instance.profile == wanted.profile
-                });
-                if made {
-                    see(&owner.pod_uid, Moment::InstanceReady);
+                let mut on_gpu = gpus.iter().filter(|gpu| gpu.uuid == partition.gpu);
+                let ready = match (&partition.instance, &partition.share) {
+                    (_, Some(wanted)) => on_gpu
+                        .flat_map(|gpu| &gpu.shares)
+                        .any(|share| share.id == wanted.id && share.problem.is_none()),
+                    (Some(wanted), None) => on_gpu.flat_map(|gpu| &gpu.instances).any(|instance| {
+                        instance.uuid.is_some()
+                            && instance.placement == wanted.placement
+                            && instance.profile == wanted.profile
+                    }),
+                    (None, None) => on_gpu.next().is_some(),
+                };
+                if ready {
+                    see(&owner.pod_uid, Moment::Ready);
                 }
             }
         });
@@ -97,6 +102,31 @@ impl Moments {
             }
         }
         Ok(seen)
+    }
+
+    /// Waits until so many pods have reached a moment since then; returns when, first and last.
+    pub async fn until_all(
+        &mut self,
+        pods: usize,
+        until: Moment,
+        since: Instant,
+    ) -> Result<(Instant, Instant)> {
+        let mut seen = BTreeMap::new();
+        let limit = tokio::time::sleep(Duration::from_secs(600));
+        tokio::pin!(limit);
+        while seen.len() < pods {
+            tokio::select! {
+                moment = self.0.recv() => {
+                    let (pod, moment, at) = moment.context("the watches have ended")?;
+                    if moment == until && at >= since {
+                        seen.entry(pod).or_insert(at);
+                    }
+                }
+                () = &mut limit => bail!("only {} of {pods} pods reached {until:?}", seen.len()),
+            }
+        }
+        let first = seen.values().min().context("no pods")?;
+        Ok((*first, *seen.values().max().context("no pods")?))
     }
 }
 

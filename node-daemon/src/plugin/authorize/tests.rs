@@ -21,6 +21,10 @@ fn good() -> Case {
 
 impl Case {
     fn authorize(&self) -> Result<Vec<PreparedDevice>, PrepareError> {
+        self.with_pod().map(|(devices, _)| devices)
+    }
+
+    fn with_pod(&self) -> Result<(Vec<PreparedDevice>, Option<PodReference>), PrepareError> {
         authorize(&self.claim, &reference("u"), NODE, &self.spec, &self.inventory, &self.prepared)
     }
 
@@ -303,4 +307,90 @@ fn a_prepared_claim_needs_no_plan_but_its_devices() {
     let passed_on = spec(vec![partition("v", "r", Some(("3g.40gb", 4, 4)))]);
     let error = confirmed(Some(&passed_on), &inventory).unwrap_err();
     assert!(error.to_string().contains("ns/claim-v"), "{error}");
+}
+
+const SHARE: &str = "0f8fad5b-d9cb-469f-a165-70867728950e";
+
+/// A claim with a share of GPU 1 that is in force.
+fn shared() -> Case {
+    let share =
+        WantedShare { id: SHARE.into(), memory_bytes: 8 << 30, compute_milli: 30_000, ..Default::default() };
+    let mut case = good();
+    case.claim = claim("u", &[("r", "gpu-11111111-share")]);
+    case.result().share_id = Some(SHARE.into());
+    case.spec = spec(vec![Partition { share: Some(share), ..partition("u", "r", None) }]);
+    let in_force = kerf_crds::gpu_node::Share { id: SHARE.into(), ..Default::default() };
+    case.inventory.gpus[1].shares = vec![in_force];
+    case
+}
+
+#[test]
+fn a_share_in_force_is_handed_out_beside_others_of_its_gpu() {
+    let mut case = shared();
+    let other = Prepared {
+        claim: reference("other"),
+        pod: None,
+        devices: vec![PreparedDevice {
+            key: DeviceKey::share(GPU1, "other"),
+            ..case.authorize().unwrap().remove(0)
+        }],
+    };
+    case.prepared.insert("other".into(), other);
+    // Clients of the other share.
+    case.inventory.gpus[1].processes = vec![Process { pid: 7, ..Process::default() }];
+    let (devices, pod) = case.with_pod().unwrap();
+    assert_eq!(devices[0].key, DeviceKey::share(GPU1, SHARE));
+    assert_eq!(devices[0].share.as_ref().unwrap().memory_bytes, 8 << 30);
+    assert_eq!(pod.unwrap().uid, "pod-u");
+    let record = Prepared { claim: reference("u"), pod: None, devices };
+    assert!(confirm(&record, NODE, Some(&case.spec), &case.inventory).is_ok());
+}
+
+#[test]
+fn a_share_is_refused_that_is_not_in_force_or_not_one_pods() {
+    type Change = fn(&mut Case);
+    let cases: [(&str, bool, Change); 7] = [
+        ("OtherDevice", true, |case| case.result().share_id = Some("another".into())),
+        ("OtherDevice", true, |case| case.result().share_id = None),
+        ("NotInForce", true, |case| case.inventory.gpus[1].shares.clear()),
+        ("NotInForce", true, |case| {
+            case.inventory.gpus[1].shares[0].problem = Some(why("MpsNotReady", "starting"));
+        }),
+        ("NotThere", true, |case| case.inventory.gpus[1].mig.enabled = true),
+        ("SharedShare", false, |case| {
+            let reserved = case.claim.status.as_mut().unwrap().reserved_for.as_mut().unwrap();
+            let mut second = reserved[0].clone();
+            second.name = "second".into();
+            reserved.push(second);
+        }),
+        ("SeveralShares", false, |case| {
+            let allocation = case.claim.status.as_mut().unwrap().allocation.as_mut().unwrap();
+            let results = allocation.devices.as_mut().unwrap().results.as_mut().unwrap();
+            let mut second = results[0].clone();
+            second.device = "gpu-00000000-share".into();
+            results.push(second);
+        }),
+    ];
+    for (what, passes, change) in cases {
+        let mut case = shared();
+        change(&mut case);
+        let error = case.authorize().expect_err(what);
+        assert!(format!("{error:?}").starts_with(what), "{error:?} is not {what}");
+        assert_eq!(error.may_pass(), passes, "{error}");
+    }
+}
+
+#[test]
+fn a_whole_gpu_waits_until_nothing_is_left_of_what_carried_its_shares() {
+    let mut case = good();
+    case.claim = claim("u", &[("r", "gpu-11111111")]);
+    case.spec = spec(vec![partition("u", "r", None)]);
+    case.inventory.gpus[1].carries = true;
+    let error = case.authorize().unwrap_err();
+    assert!(matches!(error, PrepareError::CarriesShares { .. }) && error.may_pass(), "{error}");
+    case.inventory.gpus[1].carries = false;
+    assert_eq!(case.authorize().unwrap().len(), 1);
+    let mut beside = shared();
+    beside.inventory.gpus[1].carries = true;
+    assert!(beside.authorize().is_ok(), "its shares do not wait");
 }

@@ -1,9 +1,11 @@
 //! What was kept is given to whom it was kept for.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use kerf_crds::gpu_node::Reservation;
 use kerf_planner::plan::Placement;
+use kerf_planner::shared::Shared;
 use kerf_planner::snapshot::{Node, NodeIndex, Request, Snapshot};
 
 use super::super::decision::Looking;
@@ -96,7 +98,8 @@ fn try_place(
     if reserved.said.controller.is_none() {
         give_back(&mut node.free_milli, &snapshot::kept_milli(looking.world, &node.name, reserved.said, pod));
     }
-    let mut nodes = vec![Node::default(); board.snapshot.nodes.len()];
+    let mut nodes: Shared<Node> =
+        std::iter::repeat_n(Arc::new(Node::default()), board.snapshot.nodes.len()).collect();
     nodes[reserved.node] = node;
     let snapshot = Snapshot { geometries, nodes, requests: vec![request.clone()], ..Snapshot::default() };
     kerf_planner::plan(&snapshot).placements.pop()

@@ -29,6 +29,9 @@ const ASKED: usize = 4;
 pub fn offer(looking: &Looking<'_>, matches: &Matches, rooms: &Rooms, candidates: &[Candidate]) -> Offer {
     let Looking { world, memory, now, .. } = looking;
     let mut offer = Offer::default();
+    if world.policies.iter().all(|policy| policy.spec.reshape.moves.max_pods == 0) {
+        return offer;
+    }
     let policies = matches.values().flat_map(|gpus| gpus.values()).filter_map(Match::policy);
     let moves = policies.map(|policy| &policy.spec.reshape.moves).filter(|moves| moves.max_pods > 0);
     let Some(soonest) = moves.map(|moves| moves.after_seconds).min() else { return offer };
@@ -42,6 +45,7 @@ pub fn offer(looking: &Looking<'_>, matches: &Matches, rooms: &Rooms, candidates
         let waited = waited.filter(|&waited| {
             waited >= u64::from(soonest)
                 && candidate.instead_of.is_none()
+                && candidate.wanted.request.gang.is_none()
                 && !rooms.concerned.contains(&pod.uid)
                 && memory.may_make_room(&pod.uid, *now)
         });
@@ -190,7 +194,8 @@ fn devices(board: &Board, node: NodeIndex, pod: &PodInfo, wanted: &Wanted) -> Op
                     Some(PlannedInstance { profile, start: held.placement.start, exists: true })
                 }
             };
-            devices.push(PlacedDevice { request: need.name.clone(), subrequest, gpu, instance });
+            let request = need.name.clone();
+            devices.push(PlacedDevice { request, subrequest, gpu, instance, share: None });
         }
     }
     Some(devices)

@@ -7,6 +7,7 @@ use kerf_crds::gpu_node::{Owner, Partition, PodReference, Reservation};
 use kerf_planner::snapshot::NodeIndex;
 
 use super::super::memory::Memory;
+use super::super::views::Views;
 use crate::cache::{PodDetail, PodInfo, World, pod::seconds};
 
 /// A pod that may take longer to end, in seconds, is not moved: its new room would be kept from everybody as long.
@@ -34,10 +35,10 @@ impl Reserved<'_> {
 }
 
 /// Every reservation on record.
-pub fn on_record(world: &World) -> Vec<Reserved<'_>> {
+pub fn on_record(views: &Views) -> Vec<Reserved<'_>> {
     let mut all: Vec<Reserved<'_>> = Vec::new();
     // In the order of the board's nodes.
-    for (node, gpu_node) in world.gpu_nodes.iter().enumerate() {
+    for (node, (_, gpu_node)) in views.nodes().enumerate().filter(|(_, (view, _))| view.reserved) {
         for partition in &gpu_node.spec.partitions {
             let Owner::Reservation(said) = &partition.owner else { continue };
             match all.iter_mut().find(|other| other.node == node && other.said == said) {

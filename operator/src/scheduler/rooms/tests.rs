@@ -159,6 +159,7 @@ fn entry_of(pod: &PodInfo, gpu: &str, profile: &str, start: u32, request: &str) 
     Partition {
         gpu: gpu.into(),
         instance: Some(wanted(profile, start)),
+        share: None,
         owner: Owner::Claim(ClaimOwner {
             namespace: "default".into(),
             name: pod.own_claim().unwrap().into(),
@@ -174,6 +175,7 @@ fn kept_for(moved: &str, gpu: &str, profile: &str, start: u32) -> Partition {
     Partition {
         gpu: gpu.into(),
         instance: Some(wanted(profile, start)),
+        share: None,
         owner: Owner::Reservation(Reservation {
             pod: PodReference { namespace: "default".into(), name: moved.into(), uid: moved.into() },
             controller: Some(format!("rs-of-{moved}")),
@@ -719,6 +721,7 @@ fn warm_instances_stay_where_they_are_while_somebody_is_given_a_place() {
     let warm = Partition {
         gpu: "GPU-0".into(),
         instance: Some(wanted("2g.20gb", 2)),
+        share: None,
         owner: Owner::Policy(kerf_crds::gpu_node::PolicyOwner {
             name: "all".into(),
             kind: kerf_crds::gpu_node::PolicyInstance::Warm,

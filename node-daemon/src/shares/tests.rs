@@ -1,0 +1,633 @@
+use kerf_crds::gpu_node::{
+    ClaimOwner, DesiredGpu, DesiredMig, Isolation, Owner, PodReference, Sharing, WantedInstance,
+};
+use proptest::prelude::*;
+
+use super::*;
+use crate::inventory::Process;
+use crate::mps::Said;
+use crate::prepared::{Prepared, PreparedDevice};
+
+const GIB: u64 = 1 << 30;
+
+fn id(number: u32) -> String {
+    format!("00000000-0000-4000-8000-{number:012}")
+}
+
+fn share(number: u32, gib: u64, percent: u32) -> WantedShare {
+    WantedShare {
+        id: id(number),
+        memory_bytes: gib * GIB,
+        compute_milli: percent * 1000,
+        isolation: Isolation::Process,
+    }
+}
+
+fn partition(share: WantedShare) -> Partition {
+    let owner = ClaimOwner {
+        namespace: "ns".into(),
+        name: share.id.clone(),
+        pod: "pod".into(),
+        pod_uid: share.id.clone(),
+        request: "r".into(),
+    };
+    Partition { gpu: "GPU-1".into(), instance: None, share: Some(share), owner: Owner::Claim(owner) }
+}
+
+/// A GPU and what carries its shares, as the steps change it.
+#[derive(Clone, Debug)]
+struct World {
+    gpu: Gpu,
+    prepared: PreparedClaims,
+    protocol: Protocol,
+    pod: Option<ServerPod>,
+    config: Option<String>,
+    mps: Seen,
+    before: Option<ComputeMode>,
+    hangs: u32,
+    pods_made: u32,
+}
+
+impl World {
+    fn new(protocol: Protocol) -> Self {
+        let sharing =
+            Sharing { isolation: Isolation::Driver, max_clients: 48, equal_sizes: protocol == Protocol::V2 };
+        let gpu = Gpu {
+            name: "gpu-1".into(),
+            uuid: "GPU-1".into(),
+            memory_bytes: 80 * GIB,
+            compute_mode: Some(ComputeMode::DEFAULT),
+            sharing: Some(sharing),
+            ..Gpu::default()
+        };
+        Self {
+            gpu,
+            prepared: PreparedClaims::new(),
+            protocol,
+            pod: None,
+            config: None,
+            mps: Seen::default(),
+            before: None,
+            hangs: 0,
+            pods_made: 0,
+        }
+    }
+
+    fn due(&self, shares: &[WantedShare]) -> Due {
+        let entry = DesiredGpu {
+            uuid: "GPU-1".into(),
+            policy: "p".into(),
+            mig: DesiredMig::Disabled,
+            allow_reset: false,
+            unhealthy_effect: Default::default(),
+            max_concurrent_gpus: 16,
+        };
+        let partitions: Vec<Partition> = shares.iter().cloned().map(partition).collect();
+        due(Desired { gpu: Some(&entry), partitions: &partitions }, self.observed())
+    }
+
+    fn observed(&self) -> Observed<'_> {
+        Observed {
+            gpu: &self.gpu,
+            prepared: &self.prepared,
+            protocol: self.protocol,
+            pod: self.pod.as_ref(),
+            config: self.config.as_deref(),
+            mps: &self.mps,
+            // Forgotten where somebody else has set another mode since.
+            before: self.before.filter(|_| self.gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS)),
+            hangs: self.hangs,
+        }
+    }
+
+    fn apply(&mut self, step: &Step) {
+        let said =
+            |limits: &Limits| Said { memory: limits.memory_text(), percent: limits.percent.to_string() };
+        match step {
+            Step::TakeComputeMode => {
+                self.before = self.before.or(self.gpu.compute_mode);
+                self.gpu.compute_mode = Some(ComputeMode::EXCLUSIVE_PROCESS);
+            }
+            Step::RestoreComputeMode(mode) => {
+                self.gpu.compute_mode = Some(*mode);
+                self.before = None;
+            }
+            Step::WriteConfig(text) => self.config = Some(text.clone()),
+            Step::CreatePod(form) => {
+                assert!(self.pod.is_none() && self.gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS));
+                self.pods_made += 1;
+                let uid = self.pods_made.to_string();
+                self.pod = Some(ServerPod {
+                    name: "mps".into(),
+                    uid,
+                    form: form.to_string(),
+                    ..ServerPod::default()
+                });
+                // A control daemon that begins with a file has everything that is in it.
+                let mps = match form {
+                    Form::V2(limits) => {
+                        Seen { limits: BTreeMap::from([(ALL.into(), said(limits))]), ..Seen::default() }
+                    }
+                    Form::V3 => self.begin(),
+                };
+                let sockets = mps.limits.keys().cloned().collect();
+                self.mps = Seen { sockets, ..mps };
+            }
+            Step::DeletePod(_) | Step::ReplacePod(_) => (self.pod, self.mps) = (None, Seen::default()),
+            Step::CreateServer => self.mps.server = Server::Ready,
+            Step::DeleteServer => self.mps = Seen::default(),
+            Step::CreateNamespace(name, limits) | Step::SetNamespace(name, limits) => {
+                self.mps.limits.insert(name.clone(), said(limits));
+                self.mps.sockets.insert(name.clone());
+            }
+            Step::DeleteNamespace(name) => {
+                assert!(!self.mps.clients.contains_key(name));
+                self.mps.limits.remove(name);
+                self.mps.sockets.remove(name);
+            }
+        }
+    }
+
+    fn begin(&self) -> Seen {
+        let mut seen = Seen { server: Server::Ready, ..Seen::default() };
+        let text = self.config.as_deref().unwrap_or_default();
+        let value = |line: &str| line.split('"').nth(1).unwrap_or_default().to_owned();
+        let mut name = String::new();
+        for line in text.lines() {
+            if let Some(rest) = line.strip_prefix("[servers.kerf.namespaces.") {
+                name = rest.trim_end_matches(']').into();
+                seen.limits.insert(name.clone(), Said::default());
+            } else if let Some(said) = seen.limits.get_mut(&name) {
+                if line.starts_with("pinned") {
+                    said.memory = value(line);
+                } else if line.starts_with("active") {
+                    said.percent = value(line);
+                }
+            }
+        }
+        seen
+    }
+
+    /// Takes steps until none is left; how many.
+    fn settle(&mut self, shares: &[WantedShare]) -> usize {
+        for count in 0..200 {
+            let Some(step) = self.due(shares).steps.into_iter().next() else { return count };
+            self.apply(&step);
+        }
+        panic!("no end of steps: {:?}", self.due(shares));
+    }
+
+    /// A claim of the share, and a process in it.
+    fn use_share(&mut self, share: &WantedShare, with_process: bool) {
+        let device = PreparedDevice {
+            request: "r".into(),
+            device: "d".into(),
+            key: DeviceKey::share("GPU-1", &share.id),
+            uuid: "GPU-1".into(),
+            cdi: vec![],
+            share: Some(share.clone()),
+        };
+        let claim = ClaimReference { namespace: "ns".into(), name: share.id.clone(), uid: share.id.clone() };
+        let pod = PodReference { uid: share.id.clone(), ..PodReference::default() };
+        let record = Prepared { claim, pod: Some(pod), devices: vec![device] };
+        self.prepared.insert(share.id.clone(), record);
+        if with_process {
+            let name = namespace_of(self.protocol, &share.id);
+            self.mps.clients.entry(name).or_default().push(77);
+            let pod_uid = Some(share.id.clone());
+            self.gpu.mps_clients.push(Process { pid: 77, comm: "train".into(), pod_uid });
+        }
+    }
+
+    fn release(&mut self) {
+        self.prepared.clear();
+        self.mps.clients.clear();
+        self.gpu.mps_clients.clear();
+    }
+
+    fn in_force(&self, shares: &[WantedShare]) -> Vec<String> {
+        let due = self.due(shares);
+        due.shares.into_iter().filter(|share| share.problem.is_none()).map(|share| share.id).collect()
+    }
+
+    fn problem(&self, shares: &[WantedShare], id: &str) -> String {
+        let due = self.due(shares);
+        let share = due.shares.into_iter().find(|share| share.id == id).expect("reported");
+        share.problem.map(|why| why.reason).unwrap_or_default()
+    }
+}
+
+#[test]
+fn shares_come_and_go_step_by_step() {
+    let mut world = World::new(Protocol::V3);
+    let (a, b) = (share(1, 10, 10), share(2, 15, 20));
+    let one = [a.clone()];
+    let mut seen = Vec::new();
+    while let Some(step) = world.due(&one).steps.into_iter().next() {
+        assert_eq!(world.in_force(&one).len(), 0, "before {step}");
+        world.apply(&step);
+        seen.push(step.to_string());
+    }
+    assert_eq!(
+        seen,
+        [
+            "set compute mode EXCLUSIVE_PROCESS",
+            "write the configuration of the MPS server",
+            "make the pod of the MPS server (protocol 3)"
+        ]
+    );
+    let report = world.due(&one).shares.remove(0);
+    assert_eq!((report.memory_bytes, report.compute_percent), (10 * GIB, 10));
+    assert_eq!((report.isolation, report.problem), (Isolation::Driver, None));
+    // Another one comes beside it, in the server that runs; the file comes first.
+    let both = [a.clone(), b.clone()];
+    assert!(matches!(world.due(&both).steps[..], [Step::WriteConfig(_)]));
+    assert_eq!(world.settle(&both), 2);
+    assert_eq!(world.in_force(&both), [id(1), id(2)]);
+    world.use_share(&b, true);
+    assert_eq!(world.settle(&[]), 2, "the file, and the first one's namespace");
+    assert_eq!(world.in_force(&[]), [id(2)], "in use");
+    assert_eq!(world.due(&[]).blocked.unwrap().reason, problem_reason::IN_USE);
+    world.release();
+    assert_eq!(world.settle(&[]), 2);
+    assert_eq!((world.gpu.compute_mode, &world.pod), (Some(ComputeMode::DEFAULT), &None));
+    assert_eq!(world.pods_made, 1);
+    assert!(!world.due(&[]).carries);
+}
+
+#[test]
+fn one_size_is_carried_before_protocol_3_and_another_when_nobody_uses_it() {
+    let mut world = World::new(Protocol::V2);
+    let (a, b, other) = (share(1, 10, 25), share(2, 10, 25), share(3, 20, 50));
+    world.settle(&[a.clone(), b.clone(), other.clone()]);
+    assert_eq!(world.in_force(&[a.clone(), b.clone(), other.clone()]), [id(1), id(2)]);
+    assert_eq!(world.problem(&[a.clone(), other.clone()], &id(3)), problem_reason::SIZES_DIFFER);
+    world.use_share(&b, true);
+    assert_eq!(world.due(std::slice::from_ref(&b)).shares[0].processes, 1);
+    // The one in use sets the size.
+    assert_eq!(world.problem(std::slice::from_ref(&other), &id(3)), problem_reason::SIZES_DIFFER);
+    world.release();
+    world.settle(std::slice::from_ref(&other));
+    assert_eq!((world.in_force(std::slice::from_ref(&other)), world.pods_made), (vec![id(3)], 2));
+}
+
+#[test]
+fn what_can_be_no_share_is_named() {
+    let mut world = World::new(Protocol::V3);
+    world.gpu.sharing.as_mut().unwrap().isolation = Isolation::Process;
+    let good = share(1, 40, 30);
+    let wrong = |change: fn(&mut WantedShare)| {
+        let mut share = share(2, 40, 30);
+        change(&mut share);
+        share
+    };
+    for (reason, other) in [
+        (problem_reason::BAD_SHARE, wrong(|share| share.id = "../x".into())),
+        (problem_reason::BAD_SHARE, wrong(|share| share.memory_bytes = 0)),
+        (problem_reason::BAD_SHARE, wrong(|share| share.memory_bytes = 81 * GIB)),
+        (problem_reason::BAD_SHARE, wrong(|share| share.compute_milli = 0)),
+        (problem_reason::BAD_SHARE, wrong(|share| share.compute_milli = 100_001)),
+        (problem_reason::ISOLATION_UNAVAILABLE, wrong(|share| share.isolation = Isolation::Driver)),
+        (problem_reason::OVERLAP, wrong(|share| share.memory_bytes = 41 * GIB)),
+    ] {
+        let shares = [good.clone(), other.clone()];
+        world.settle(&shares);
+        assert_eq!(world.problem(&shares, &other.id), reason, "{other:?}");
+        assert_eq!(world.in_force(&shares), [id(1)], "its neighbour is carried all the same");
+    }
+    let entry = Partition {
+        instance: Some(WantedInstance { profile: "3g.40gb".into(), placement: Default::default() }),
+        ..partition(share(3, 5, 5))
+    };
+    let found = due(Desired { gpu: None, partitions: &[entry] }, world.observed());
+    assert_eq!(found.shares[0].problem.as_ref().unwrap().reason, problem_reason::SHARING_UNAVAILABLE);
+    world = World::new(Protocol::V3);
+    world.gpu.mig.enabled = true;
+    assert_eq!(world.problem(std::slice::from_ref(&good), &id(1)), problem_reason::MIG_ON);
+    assert!(!world.due(&[good]).carries, "switching MIG off comes first");
+}
+
+#[test]
+fn a_gpu_in_use_is_waited_for_before_its_mode_changes() {
+    let mut world = World::new(Protocol::V3);
+    world.gpu.processes = vec![Process { pid: 7, comm: "train".into(), pod_uid: None }];
+    let due = world.due(&[share(1, 10, 10)]);
+    assert!(due.steps.is_empty());
+    assert!(due.blocked.unwrap().message.contains("train (pid 7)"));
+}
+
+#[test]
+fn prepared_claims_get_another_pod_when_the_driver_speaks_another_protocol() {
+    for (before, after) in [(Protocol::V2, Protocol::V3), (Protocol::V3, Protocol::V2)] {
+        let a = share(1, 10, 10);
+        let shares = [a.clone()];
+        let mut world = World::new(before);
+        world.settle(&shares);
+        world.use_share(&a, false);
+        // The pod's control daemon is talked to in words that it does not have.
+        world.protocol = after;
+        world.mps = Seen { server: Server::Silent("no answer".into()), ..Seen::default() };
+        world.gpu.mps_clients = vec![Process { pid: 7, ..Process::default() }];
+        while let Some(step @ Step::WriteConfig(_)) = next_step_of(&world, &shares) {
+            world.apply(&step);
+        }
+        assert!(world.due(&shares).blocked.unwrap().message.contains("pid 7"), "a client that lives");
+        world.gpu.mps_clients.clear();
+        let step = next_step_of(&world, &shares).unwrap();
+        assert!(
+            matches!(step, Step::ReplacePod(_))
+                && step.users()(&world.prepared, &DeviceKey::gpu("GPU-1")).is_empty()
+        );
+        world.settle(&shares);
+        assert_eq!(world.in_force(&shares), [id(1)], "{after:?}");
+    }
+    // What the pod does carry keeps it.
+    let (small, large) = (share(1, 10, 25), share(2, 20, 50));
+    let mut world = World::new(Protocol::V2);
+    world.settle(std::slice::from_ref(&large));
+    world.use_share(&small, false);
+    world.use_share(&large, false);
+    assert!(world.due(&[]).blocked.unwrap().message.contains(&large.id));
+    world.prepared.remove(&large.id);
+    world.settle(&[]);
+    assert_eq!(world.in_force(&[]), [id(1)]);
+}
+
+#[test]
+fn a_prepared_share_without_its_isolation_stays_where_it_is_and_has_a_problem() {
+    let a = WantedShare { isolation: Isolation::Driver, ..share(1, 10, 10) };
+    let mut world = World::new(Protocol::V3);
+    world.settle(std::slice::from_ref(&a));
+    world.use_share(&a, false);
+    assert_eq!(world.in_force(&[]), [id(1)]);
+    world.gpu.sharing.as_mut().unwrap().isolation = Isolation::Process;
+    assert_eq!(world.problem(&[], &id(1)), problem_reason::ISOLATION_UNAVAILABLE);
+    assert_eq!(world.due(&[]).steps, []);
+}
+
+#[test]
+fn the_compute_mode_is_not_put_back_under_a_claim() {
+    let mut world = World::new(Protocol::V3);
+    world.settle(&[share(1, 10, 10)]);
+    let step = next_step_of(&world, &[]).expect("the pod goes");
+    world.apply(&step);
+    world.use_share(&share(1, 10, 10), false);
+    let device = &mut world.prepared.values_mut().next().unwrap().devices[0];
+    (device.key, device.share) = (DeviceKey::gpu("GPU-1"), None);
+    let due = world.due(&[]);
+    assert!(due.steps.is_empty() && due.waits);
+    assert_eq!(due.blocked.unwrap().reason, problem_reason::IN_USE);
+    world.release();
+    assert_eq!(next_step_of(&world, &[]), Some(Step::RestoreComputeMode(ComputeMode::DEFAULT)));
+}
+
+#[test]
+fn a_gpu_that_is_somebody_elses_or_has_failed_keeps_what_is_used_and_nothing_else() {
+    let shares = [share(1, 10, 10)];
+    let why = || Some(Reason { reason: "Why".into(), message: String::new() });
+    for (unmanaged, unhealthy) in [(why(), None), (None, why())] {
+        let mut world = World::new(Protocol::V3);
+        world.settle(&shares);
+        world.use_share(&shares[0], true);
+        (world.gpu.unmanaged, world.gpu.unhealthy) = (unmanaged, unhealthy);
+        assert_eq!((world.due(&shares).steps, world.problem(&shares, &id(1)).as_str()), (vec![], "Why"));
+        // A client stays also when nothing is prepared for it any more.
+        world.prepared.clear();
+        assert_eq!(world.due(&shares).steps, []);
+        world.release();
+        assert_eq!(world.settle(&shares), 2, "the pod, and the compute mode");
+        assert_eq!((world.gpu.compute_mode, &world.pod), (Some(ComputeMode::DEFAULT), &None));
+        assert_eq!(world.problem(&shares, &id(1)), "Why");
+    }
+}
+
+#[test]
+fn a_server_that_hangs_is_replaced_after_a_while_whoever_is_in_it() {
+    let shares = [share(1, 10, 10)];
+    for protocol in [Protocol::V2, Protocol::V3] {
+        let mut world = World::new(protocol);
+        world.settle(&shares);
+        world.use_share(&shares[0], true);
+        world.mps = Seen { server: Server::Hangs("no answer".into()), ..Seen::default() };
+        for hangs in 1..HANGS {
+            world.hangs = hangs;
+            let due = world.due(&shares);
+            assert!(due.steps.is_empty() && due.waits);
+            assert_eq!(due.blocked.unwrap().reason, problem_reason::MPS_HANGS);
+            assert_eq!(
+                world.problem(&shares, &id(1)),
+                problem_reason::MPS_HANGS,
+                "nobody can say what holds"
+            );
+        }
+        world.hangs = HANGS;
+        let step = next_step_of(&world, &shares).unwrap();
+        assert!(matches!(step, Step::ReplacePod(_)), "{step}");
+        assert!(step.users()(&world.prepared, &DeviceKey::gpu("GPU-1")).is_empty(), "also while prepared");
+        world.apply(&step);
+        (world.hangs, world.gpu.mps_clients) = (0, Vec::new());
+        world.settle(&shares);
+        assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 2));
+    }
+}
+
+#[test]
+fn a_process_of_a_pod_with_a_share_keeps_no_server_away() {
+    let a = share(1, 10, 10);
+    let shares = [a.clone()];
+    let mut world = World::new(Protocol::V3);
+    world.use_share(&a, false);
+    let of_pod = |uid: &str| Process { pid: 7, comm: "train".into(), pod_uid: Some(uid.into()) };
+    world.gpu.processes = vec![of_pod("another")];
+    assert!(world.due(&shares).blocked.is_some());
+    world.gpu.processes = vec![of_pod(&a.id)];
+    world.settle(&shares);
+    assert_eq!(world.in_force(&shares), [id(1)]);
+}
+
+#[test]
+fn servers_that_end_are_made_again_whatever_is_prepared() {
+    let a = share(1, 10, 10);
+    let shares = [a.clone()];
+    let mut world = World::new(Protocol::V3);
+    world.settle(&shares);
+    world.use_share(&a, false);
+    world.mps.server = Server::Exited;
+    assert_eq!(world.problem(&shares, &id(1)), problem_reason::MPS_NOT_READY);
+    assert!(matches!(next_step_of(&world, &shares), Some(Step::ReplacePod(_))), "with limits from the start");
+    world.settle(&shares);
+    assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 2));
+    // A namespace that is lost is not made again beside clients, who would lose their server.
+    world.mps.limits.clear();
+    world.mps.clients.insert("other".into(), vec![9]);
+    let due = world.due(&shares);
+    assert!(due.steps.is_empty() && due.blocked.unwrap().message.contains("pid 9"));
+    world.mps.clients.clear();
+    assert!(matches!(next_step_of(&world, &shares), Some(Step::ReplacePod(_))));
+    world.settle(&shares);
+    assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 3));
+    world.pod.as_mut().unwrap().ended = true;
+    let step = world.due(&shares).steps.remove(0);
+    assert!(matches!(&step, Step::DeletePod(_)) && step.disturbs("GPU-1").is_none());
+    world.settle(&shares);
+    assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 4));
+    world.prepared.clear();
+    world.mps.server = Server::Exited;
+    assert_eq!(world.settle(&shares), 3, "deleted, made, and its namespace");
+    world.use_share(&a, false);
+    world.mps.server = Server::Silent("no answer".into());
+    let due = world.due(&shares);
+    assert!(due.steps.is_empty() && due.waits && due.shares[0].problem.is_some());
+    // What was the GPU's mode before is not what its mode is now.
+    world.gpu.compute_mode = Some(ComputeMode::DEFAULT);
+    assert_eq!(
+        next_step_of(&world, &shares),
+        Some(Step::TakeComputeMode),
+        "after the driver was loaded anew"
+    );
+}
+
+fn next_step_of(world: &World, shares: &[WantedShare]) -> Option<Step> {
+    world.due(shares).steps.into_iter().next()
+}
+
+#[test]
+fn a_namespace_that_says_something_else_is_not_in_force() {
+    let shares = [share(1, 10, 10)];
+    let mut world = World::new(Protocol::V3);
+    world.settle(&shares);
+    world.mps.sockets.clear();
+    assert_eq!(world.problem(&shares, &id(1)), problem_reason::LIMITS_NOT_IN_FORCE);
+    assert!(world.due(&shares).waits && world.due(&shares).steps.is_empty());
+    world.mps.sockets.insert(namespace(&id(1)));
+    world.mps.limits.get_mut(&namespace(&id(1))).unwrap().percent = "100".into();
+    assert_eq!(world.problem(&shares, &id(1)), problem_reason::LIMITS_NOT_IN_FORCE);
+    assert!(matches!(next_step_of(&world, &shares), Some(Step::SetNamespace(..))));
+    world.settle(&shares);
+    assert_eq!(world.in_force(&shares), [id(1)]);
+}
+
+/// Where a world may be found, whatever led there.
+fn worlds() -> impl Strategy<Value = World> {
+    let server = prop_oneof![
+        Just(Server::Absent),
+        Just(Server::Starting),
+        Just(Server::Ready),
+        Just(Server::Fault),
+        Just(Server::Exited),
+        Just(Server::Silent("why".into())),
+        Just(Server::Hangs("why".into())),
+    ];
+    (
+        any::<bool>(),
+        0u32..4,
+        prop::bool::ANY,
+        prop::bool::ANY,
+        server,
+        prop::collection::vec((1u32..6, any::<bool>()), 0..4),
+    )
+        .prop_map(|(v3, mode, has_pod, other_form, server, held)| {
+            let protocol = if v3 { Protocol::V3 } else { Protocol::V2 };
+            let mut world = World::new(protocol);
+            // One size, so that protocol 2 can have prepared them together.
+            let shares: Vec<(WantedShare, bool)> =
+                held.into_iter().map(|(number, process)| (share(number, 5, 10), process)).collect();
+            let wanted: Vec<WantedShare> = shares.iter().map(|(share, _)| share.clone()).collect();
+            if has_pod || !shares.is_empty() {
+                world.settle(if wanted.is_empty() { &[] } else { &wanted });
+            }
+            if let Some(pod) = world.pod.as_mut() {
+                if other_form {
+                    pod.form = "another".into();
+                }
+                world.hangs = if matches!(server, Server::Hangs(_)) { mode } else { 0 };
+                // Protocol 2 lists no server that has ended.
+                world.mps.server = if v3 || server != Server::Exited { server } else { Server::Absent };
+            }
+            for (share, process) in shares {
+                world.use_share(&share, process && world.pod.is_some());
+            }
+            if mode == 1 {
+                world.gpu.compute_mode = Some(ComputeMode::DEFAULT);
+            }
+            world
+        })
+}
+
+fn wishes() -> impl Strategy<Value = Vec<WantedShare>> {
+    let size = prop_oneof![Just((5, 10)), Just((5, 10)), Just((20, 30)), Just((90, 30)), Just((5, 101))];
+    prop::collection::btree_map(1u32..8, size, 0..6).prop_map(|shares| {
+        shares.into_iter().map(|(number, (gib, percent))| share(number, gib, percent)).collect()
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+
+    #[test]
+    fn nothing_in_use_is_taken_down(world in worlds(), wishes in wishes()) {
+        for step in world.due(&wishes).steps {
+            let held: Vec<String> =
+                world.prepared.values().flat_map(|p| &p.devices).filter_map(|d| d.key.share.clone()).collect();
+            match &step {
+                Step::CreateNamespace(name, _) => prop_assert!(held.iter().all(|id| namespace(id) != *name)),
+                Step::DeletePod(pod) => prop_assert!(pod.ended || held.is_empty() && world.mps.clients.is_empty()),
+                Step::ReplacePod(pod) => {
+                    let ended = matches!(world.mps.server, Server::Absent | Server::Exited) || world.hangs >= HANGS;
+                    prop_assert!(ended || world.mps.clients.is_empty());
+                    let lost = held.iter().any(|id| !world.mps.limits.contains_key(&namespace(id)));
+                    prop_assert!(held.is_empty() || ended || lost || pod.form == "another");
+                }
+                Step::RestoreComputeMode(_) => prop_assert!(held.is_empty() && world.pod.is_none()),
+                Step::DeleteNamespace(name) => {
+                    prop_assert!(held.iter().all(|id| namespace(id) != *name) && !world.mps.clients.contains_key(name));
+                }
+                Step::DeleteServer => prop_assert!(world.mps.server == Server::Exited),
+                Step::CreatePod(_) => {
+                    prop_assert!(world.gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS) && world.pod.is_none());
+                }
+                _ => {}
+            }
+        }
+    }
+
+    #[test]
+    fn with_nothing_in_the_way_everything_wanted_is_carried_and_then_everything_goes(
+        mut world in worlds(), wishes in wishes(),
+    ) {
+        world.release();
+        let well = |world: &mut World| {
+            // What only passes has passed.
+            if !matches!(world.mps.server, Server::Absent | Server::Exited) {
+                world.mps.server = Server::Ready;
+            }
+        };
+        well(&mut world);
+        world.settle(&wishes);
+        well(&mut world);
+        world.settle(&wishes);
+        for share in world.due(&wishes).shares {
+            let good = share.problem.as_ref().is_none_or(|why| {
+                [problem_reason::BAD_SHARE, problem_reason::OVERLAP, problem_reason::SIZES_DIFFER]
+                    .contains(&why.reason.as_str())
+            });
+            prop_assert!(good, "{share:?}");
+        }
+        world.settle(&[]);
+        prop_assert!(world.pod.is_none() && world.observed().before.is_none());
+        prop_assert_eq!(world.gpu.compute_mode, Some(ComputeMode::DEFAULT));
+    }
+
+    #[test]
+    fn a_share_without_a_problem_has_just_its_limits_in_the_servers_own_words(
+        world in worlds(), wishes in wishes(),
+    ) {
+        for share in world.due(&wishes).shares.iter().filter(|share| share.problem.is_none()) {
+            let name = namespace_of(world.protocol, &share.id);
+            let limits = Limits { memory: share.memory_bytes, percent: share.compute_percent };
+            prop_assert!(limits.agree(&world.mps.limits[&name]));
+            prop_assert_eq!(&world.mps.server, &Server::Ready);
+            prop_assert_eq!(world.gpu.compute_mode, Some(ComputeMode::EXCLUSIVE_PROCESS));
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! Watches what the programs in shares do, every second while any is given out, and more often while a server is not well.
+//!
+//! - Where MPS alone limits memory, it does so for each process by itself: of a pod whose processes together have more than
+//!   its shares (and what contexts take), the largest are ended until the rest fits. (Where the driver limits memory, it limits the pod.)
+//! - A process of such a pod that is on the GPU past MPS is ended: in EXCLUSIVE_PROCESS it can get there only while no
+//!   server runs, and it would keep the server from coming back.
+//! - Where the driver limits memory, the limits of prepared pods are read again, and set again if they are not there: a
+//!   driver that was loaded anew has forgotten them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use kerf_crds::gpu_node::Isolation;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+
+use crate::events::Note;
+use crate::hardware::{self, Failure, ProcessMemory};
+use crate::holders;
+use crate::inventory::{Gpu, Inventory};
+use crate::mps::Protocol;
+use crate::mps::control::{Seen, Server};
+use crate::plugin::{PodLimits, shares_of};
+use crate::prepared::PreparedClaims;
+use crate::worker::{Context, blocking, no_session};
+
+/// What NVML may count of a process beside what it allocates: a context of CUDA's has a few hundred MiB.
+const CONTEXT: u64 = 512 << 20;
+
+const LOOK: Duration = Duration::from_secs(1);
+
+/// While a server is not well: a container that starts now has the GPU to itself.
+const UNWELL: Duration = Duration::from_millis(250);
+
+/// So far apart are the looks at limits that the driver keeps.
+const LIMITS: Duration = Duration::from_secs(10);
+
+/// What a pod may have of a GPU.
+#[derive(Clone, Copy, Debug)]
+struct Allowed {
+    bytes: u64,
+    /// The driver sees to it.
+    by_driver: bool,
+}
+
+/// A process of a pod on a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Use {
+    pid: u32,
+    bytes: u64,
+    /// MPS let it in.
+    mps: bool,
+}
+
+/// Why a process is ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Why {
+    /// Its pod has more memory than its shares: so much.
+    Memory(u64),
+    PastMps,
+}
+
+/// What has to end of a pod's processes on a GPU.
+fn excess(uses: &[Use], allowed: Allowed) -> Vec<(u32, Why)> {
+    let mut ended: Vec<(u32, Why)> =
+        uses.iter().filter(|user| !user.mps).map(|user| (user.pid, Why::PastMps)).collect();
+    if allowed.by_driver {
+        return ended;
+    }
+    let mut within: Vec<&Use> = uses.iter().filter(|user| user.mps).collect();
+    within.sort_by_key(|user| user.bytes);
+    let all: u64 = within.iter().map(|user| user.bytes).sum();
+    let mut left = all;
+    while left > allowed.bytes + CONTEXT * within.len() as u64
+        && let Some(largest) = within.pop()
+    {
+        left -= largest.bytes;
+        ended.push((largest.pid, Why::Memory(all)));
+    }
+    ended
+}
+
+/// Runs until dropped.
+pub async fn run(context: Context, limits: PodLimits) -> anyhow::Result<()> {
+    let mut prepared = context.state.prepared.subscribe();
+    let mut watch = Watch { context, told: BTreeMap::new() };
+    let mut limits_at: Option<Instant> = None;
+    loop {
+        let claims = prepared.borrow_and_update().clone();
+        let inventory = watch.context.state.latest();
+        let gpus: BTreeSet<&str> = claims
+            .values()
+            .flat_map(|record| &record.devices)
+            .filter(|device| device.share.is_some())
+            .map(|device| device.key.gpu.as_str())
+            .collect();
+        if gpus.is_empty() {
+            watch.told.clear();
+            if prepared.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
+            continue;
+        }
+        if let Some(inventory) = inventory.as_ref().filter(|inventory| inventory.unavailable.is_none()) {
+            for gpu in gpus.iter().filter_map(|uuid| inventory.gpu(uuid)) {
+                watch.look(gpu, inventory, &claims).await;
+            }
+            if limits_at.is_none_or(|at| at.elapsed() >= LIMITS) {
+                keep_limits(&watch.context, &limits, inventory, &claims).await;
+                limits_at = Some(Instant::now());
+            }
+        }
+        let unwell = |uuid: &&str| {
+            let gpu = inventory.as_ref().and_then(|inventory| inventory.gpu(uuid));
+            gpu.is_some_and(|gpu| !gpu.mps_server_up)
+        };
+        tokio::time::sleep(if gpus.iter().any(unwell) { UNWELL } else { LOOK }).await;
+    }
+}
+
+struct Watch {
+    context: Context,
+    /// Processes that are to end, by GPU and pid.
+    told: BTreeMap<(String, u32), Found>,
+}
+
+/// A process that is to end.
+#[derive(Clone, Copy, Debug, Default)]
+struct Found {
+    /// How often it was found so.
+    looks: u32,
+    /// It was told that it is ended.
+    told: bool,
+}
+
+impl Watch {
+    async fn look(&mut self, gpu: &Gpu, inventory: &Inventory, claims: &PreparedClaims) {
+        let (driver, uuid) = (self.context.driver.clone(), gpu.uuid.clone());
+        let found: Result<Vec<ProcessMemory>, Failure> = blocking(move || {
+            let library = driver.session().map_err(|_| no_session())?;
+            hardware::memory_by_process(&library, &uuid)
+                .inspect_err(|failure| driver.note_failure(&library, failure))
+        })
+        .await;
+        let Ok(found) = found else { return };
+        let by_driver = gpu.sharing.as_ref().is_some_and(|sharing| sharing.isolation >= Isolation::Driver);
+        let pods: BTreeMap<&str, String> = claims
+            .values()
+            .filter_map(|record| record.pod.as_ref())
+            .map(|pod| (pod.uid.as_str(), pod.id()))
+            .collect();
+        let mut uses: BTreeMap<&str, Vec<Use>> = BTreeMap::new();
+        for ProcessMemory { pid, bytes, mps } in found {
+            let Some(uid) = holders::process(pid).pod_uid else { continue };
+            if let Some((uid, _)) = pods.get_key_value(uid.as_str()) {
+                uses.entry(uid).or_default().push(Use { pid, bytes, mps });
+            }
+        }
+        let sum = |uses: &Vec<Use>| uses.iter().map(|one| one.bytes).sum();
+        let sums = uses.iter().map(|(uid, uses)| ((*uid).to_owned(), sum(uses))).collect();
+        self.context.state.metrics.uses(&gpu.uuid, sums);
+        let mut now = BTreeSet::new();
+        for (uid, uses) in &uses {
+            let Some(bytes) = shares_of(claims, uid).get(&gpu.uuid).copied() else { continue };
+            for (pid, why) in excess(uses, Allowed { bytes, by_driver }) {
+                now.insert((gpu.uuid.clone(), pid));
+                let protocol = Protocol::of_driver(&inventory.driver_version);
+                self.end(gpu, protocol, uid, &pods[uid], pid, why, bytes).await;
+            }
+        }
+        self.told.retain(|key, _| key.0 != gpu.uuid || now.contains(key));
+    }
+
+    /// By MPS first, then by force. One that seems to be past MPS is looked at twice where there is a server: it may be on
+    /// its way in.
+    #[allow(clippy::too_many_arguments, reason = "all of it is told")]
+    async fn end(
+        &mut self,
+        gpu: &Gpu,
+        protocol: Protocol,
+        uid: &str,
+        pod: &str,
+        pid: u32,
+        why: Why,
+        limit: u64,
+    ) {
+        let found = self.told.entry((gpu.uuid.clone(), pid)).or_default();
+        found.looks += 1;
+        let first = found.looks == 1;
+        let reason = match why {
+            Why::PastMps => {
+                // One that hangs must not keep the watch from all others.
+                let control = self.context.mps.control(&gpu.name, protocol);
+                let seen = tokio::time::timeout(LOOK, control.look()).await;
+                let is_client = |seen: &Seen| seen.clients.values().flatten().any(|client| *client == pid);
+                let lets_in = seen.as_ref().map_or(true, |seen| lets_in(&seen.server));
+                if seen.is_ok_and(|seen| is_client(&seen)) || first && lets_in {
+                    return;
+                }
+                "it is on the GPU past MPS".to_owned()
+            }
+            Why::Memory(all) => {
+                format!("the pod's processes have {all} bytes together where its shares are {limit}")
+            }
+        };
+        let name = holders::comm(pid);
+        let message = format!("{name} (pid {pid}) of pod {pod} is ended on {}: {reason}", gpu.name);
+        if !std::mem::replace(&mut found.told, true) {
+            tracing::warn!("{message}");
+            self.context.state.metrics.ended(&gpu.uuid, matches!(why, Why::PastMps));
+            self.context.notes.send(Note {
+                warning: true,
+                reason: "ShareExceeded".into(),
+                action: "Share",
+                message,
+            });
+        }
+        // One that hangs would keep the watch from all others.
+        if first && !matches!(why, Why::PastMps) && gpu.mps_server_up {
+            let control = self.context.mps.control(&gpu.name, protocol);
+            let server = control.look().await.server_pids.first().copied();
+            match control.terminate(server, pid).await {
+                Ok(()) => return,
+                Err(error) => tracing::warn!(pid, "MPS does not end a client: {error}"),
+            }
+        }
+        if let Err(error) = kill(pid, uid) {
+            tracing::warn!(pid, "a process that has more than its share cannot be killed: {error}");
+        }
+    }
+}
+
+/// Whether a process may be on its way into the server.
+fn lets_in(server: &Server) -> bool {
+    match server {
+        // Who is silent may only have been asked at a bad moment.
+        Server::Starting | Server::Ready | Server::Fault | Server::Hangs(_) | Server::Silent(_) => true,
+        Server::Absent | Server::Exited => false,
+    }
+}
+
+/// Kills a process if it still is the pod's: pids are given out again.
+fn kill(pid: u32, pod_uid: &str) -> std::io::Result<()> {
+    let process = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(std::io::ErrorKind::InvalidInput)?;
+    let held = pidfd_open(process, PidfdFlags::empty())?;
+    if holders::process(pid).pod_uid.as_deref() == Some(pod_uid) {
+        pidfd_send_signal(held, Signal::KILL)?;
+    }
+    Ok(())
+}
+
+/// Sets limits again that the driver has forgotten.
+async fn keep_limits(context: &Context, limits: &PodLimits, inventory: &Inventory, claims: &PreparedClaims) {
+    let shares = claims.values().filter(|record| record.devices.iter().any(|device| device.share.is_some()));
+    for record in shares {
+        let current = || context.state.prepared.snapshot();
+        if limits.holds(record, inventory, claims).await || !current().contains_key(&record.claim.uid) {
+            continue;
+        }
+        let what = match limits.enforce(record, inventory, current).await {
+            Ok(()) => "was gone and is set again".to_owned(),
+            Err(error) => format!("is not there and cannot be set: {error}"),
+        };
+        let pod = record.pod.as_ref().map(|pod| pod.id()).unwrap_or_default();
+        let message = format!("the limit on the memory of pod {pod} {what}");
+        tracing::warn!("{message}");
+        let (reason, action) = ("LimitLost".to_owned(), "Share");
+        context.notes.send(Note { warning: true, reason, action, message });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn client(pid: u32, gib: u64) -> Use {
+        Use { pid, bytes: gib * GIB, mps: true }
+    }
+
+    fn ended(uses: &[Use], gib: u64, by_driver: bool) -> Vec<u32> {
+        excess(uses, Allowed { bytes: gib * GIB, by_driver }).into_iter().map(|(pid, _)| pid).collect()
+    }
+
+    #[test]
+    fn the_largest_are_ended_until_the_rest_fits() {
+        let uses = [client(1, 2), client(2, 5), client(3, 4)];
+        assert!(ended(&uses, 10, false).is_empty(), "three contexts may have 1.5 GiB");
+        assert_eq!(ended(&uses, 9, false), [2]);
+        assert_eq!(ended(&uses, 4, false), [2, 3]);
+        assert_eq!(ended(&uses, 1, false), [2, 3, 1]);
+        assert!(ended(&uses, 1, true).is_empty(), "the driver sees to it");
+    }
+
+    #[test]
+    fn nobody_stays_past_mps() {
+        let past = Use { mps: false, ..client(4, 1) };
+        for by_driver in [true, false] {
+            assert_eq!(ended(&[client(1, 2), past], 80, by_driver), [4]);
+        }
+        let away = [Server::Absent, Server::Exited];
+        assert!(!away.iter().any(lets_in) && lets_in(&Server::Ready), "ended at the first look");
+    }
+}

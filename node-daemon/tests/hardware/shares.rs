@@ -1,0 +1,709 @@
+//! Shares against the simulated driver and the simulated MPS, whose programs run as they would in their pods.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kerf_crds::conditions::problem_reason;
+use kerf_crds::gpu_node::{
+    ClaimOwner, ClaimReference, DesiredGpu, DesiredMig, Isolation, Owner, Partition, PodReference, Reason,
+    Share, WantedShare,
+};
+use kerf_node_daemon::inventory::{ComputeMode, Gpu};
+use kerf_node_daemon::metrics;
+use kerf_node_daemon::mps::pods::{NewServer, Order, Pods, ServerPod, ServerPods, Writer};
+use kerf_node_daemon::node::GpuReport;
+use kerf_node_daemon::plugin::LimitError;
+use kerf_node_daemon::prepared::{DeviceKey, Prepared, PreparedDevice};
+use kerf_sim::{Driver, GpuSpec, NodeSpec};
+use nix::sys::signal::Signal;
+use tokio::sync::watch;
+
+use crate::node::{Daemon, Node, eventually, managed, start_with_pods};
+
+const GIB: u64 = 1 << 30;
+
+/// A node whose kernel runs, and the part of kubelet that runs the pods of MPS servers on it.
+struct Shared {
+    node: Node,
+    servers: Servers,
+    cgroups: Cgroups,
+}
+
+/// kubelet and API server for pods of MPS servers.
+#[derive(Clone)]
+struct Servers {
+    seen: watch::Sender<Option<Pods>>,
+    running: Arc<Running>,
+    made: Arc<Mutex<u32>>,
+    program: PathBuf,
+}
+
+/// A tree of cgroups as kubelet has it.
+struct Cgroups(PathBuf);
+
+impl Drop for Cgroups {
+    fn drop(&mut self) {
+        let pods = self.0.join("kubepods");
+        for pod in std::fs::read_dir(&pods).into_iter().flatten().flatten() {
+            let _ = std::fs::remove_dir(pod.path());
+        }
+        let _ = std::fs::remove_dir(pods);
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+impl Cgroups {
+    fn new() -> Self {
+        use std::sync::atomic::{AtomicU32, Ordering};
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        // Any hierarchy will do; this one exists with either version.
+        let root = ["/sys/fs/cgroup/pids", "/sys/fs/cgroup"].into_iter().map(PathBuf::from);
+        let root = root.into_iter().find(|path| path.join("cgroup.procs").exists()).expect("cgroups");
+        let own = root.join(format!("kerf-shares-{}-{number}", std::process::id()));
+        std::fs::create_dir_all(own.join("kubepods")).expect("makes cgroups (needs root)");
+        Self(own)
+    }
+
+    fn pod(&self, uid: &str) -> PathBuf {
+        let pod = self.0.join(format!("kubepods/pod{uid}"));
+        std::fs::create_dir_all(&pod).unwrap();
+        pod
+    }
+}
+
+/// What runs, by the GPU; with the test, all of it ends.
+#[derive(Default)]
+struct Running(Mutex<BTreeMap<String, (NewServer, Child)>>);
+
+impl Running {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, (NewServer, Child)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        for (_, (_, child)) in std::mem::take(&mut *self.lock()) {
+            stop(child);
+        }
+    }
+}
+
+/// As the end of a container is: nothing in it is left.
+fn stop(mut child: Child) {
+    let group = nix::unistd::Pid::from_raw(child.id() as i32);
+    let _ = nix::sys::signal::killpg(group, Signal::SIGKILL);
+    let _ = child.wait();
+}
+
+impl Servers {
+    fn spawn(&self, new: &NewServer) -> Child {
+        use std::os::unix::process::CommandExt as _;
+        // As the PodTemplate's command does first.
+        let pipe = new.environment.iter().find(|(name, _)| *name == "CUDA_MPS_PIPE_DIRECTORY").unwrap();
+        Command::new("find").args([&pipe.1, "-type", "s", "-delete"]).status().unwrap();
+        // Nothing outlives the test, even one that is killed: the control daemon ends with the thread that started it, which
+        // lives as long as the test's runtime, and the server with the control daemon.
+        Command::new("setpriv")
+            .args(["--pdeathsig", "KILL"])
+            .arg(&self.program)
+            .args(&new.arguments)
+            .env_remove("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+            .envs(new.environment.iter().cloned())
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap()
+    }
+
+    fn order(&self, order: Order) {
+        match order {
+            Order::Create(new) => {
+                let child = self.spawn(&new);
+                let mut made = self.made.lock().unwrap();
+                *made += 1;
+                let pod = ServerPod {
+                    name: format!("mps-{}", new.gpu),
+                    uid: made.to_string(),
+                    form: new.form.clone(),
+                    ..ServerPod::default()
+                };
+                self.seen.send_modify(|pods| _ = pods.get_or_insert_default().insert(new.uuid.clone(), pod));
+                self.running.lock().insert(new.uuid.clone(), (new, child));
+            }
+            Order::Delete(pod) => {
+                let gpu = self.seen.borrow().as_ref().and_then(|pods| {
+                    pods.iter().find(|(_, known)| known.uid == pod.uid).map(|(gpu, _)| gpu.clone())
+                });
+                let Some(gpu) = gpu else { return };
+                if let Some((_, child)) = self.running.lock().remove(&gpu) {
+                    stop(child);
+                }
+                self.seen.send_modify(|pods| _ = pods.get_or_insert_default().remove(&gpu));
+            }
+        }
+    }
+
+    /// Kills everything in a container, which is then started again.
+    fn crash(&self, gpu: &str) {
+        let new = self.pause(gpu);
+        self.resume(new);
+    }
+
+    /// Kills everything in a container, which does not start again before it is resumed.
+    fn pause(&self, gpu: &str) -> NewServer {
+        let (new, child) = self.running.lock().remove(gpu).expect("runs");
+        stop(child);
+        new
+    }
+
+    fn resume(&self, new: NewServer) {
+        let child = self.spawn(&new);
+        self.running.lock().insert(new.uuid.clone(), (new, child));
+    }
+
+    fn made(&self) -> u32 {
+        *self.made.lock().unwrap()
+    }
+}
+
+impl Shared {
+    fn new(branch: u32) -> Self {
+        let driver = Driver::of_branch(branch);
+        let gpus = vec![GpuSpec::new("a100-80")];
+        let node = Node::new(NodeSpec { driver, ..NodeSpec::new("n", gpus) });
+        // No namespace has this number: containers that happen to run on this machine are not the node's.
+        node.sim.set_pid_namespace(Some(0)).unwrap();
+        node.sim.run_kernel().unwrap();
+        let servers = Servers {
+            seen: watch::Sender::new(Some(Pods::new())),
+            running: Arc::default(),
+            made: Arc::default(),
+            program: node.sim.root().join("usr/bin/nvidia-cuda-mps-control"),
+        };
+        assert!(
+            servers.program.exists(),
+            "build the simulated programs first: cargo build -p kerf-sim --bins"
+        );
+        Self { node, servers, cgroups: Cgroups::new() }
+    }
+
+    fn start(&self) -> Daemon {
+        let servers = self.servers.clone();
+        let write: Writer = Arc::new(move |order| {
+            let servers = servers.clone();
+            Box::pin(async move {
+                servers.order(order);
+                Ok(())
+            })
+        });
+        let pods = ServerPods { seen: self.servers.seen.subscribe(), write };
+        start_with_pods(self.node.sim.root(), &self.node.state_dir(), None, pods, &self.cgroups.0)
+    }
+
+    fn mode(&self) -> u32 {
+        self.node.sim.state().unwrap().gpus[0].compute_mode
+    }
+
+    /// A program of CUDA in a share.
+    fn program(&self, gpu: &Gpu, share: Option<&WantedShare>, arguments: &[&str]) -> Command {
+        let program = self.node.sim.root().join("usr/bin/nvidia-cuda-mps-control");
+        // Beside the programs that were built with it.
+        let built = std::env::current_exe().unwrap();
+        let folder = built.parent().and_then(|deps| deps.parent()).expect("target directory");
+        assert!(program.exists());
+        let pipe = self.node.state_dir().join("mps").join(&gpu.name).join("pipe");
+        let pipe = match share {
+            Some(share) if self.is_v3() => pipe.join("kerf").join(share.id.replace('-', "")),
+            Some(_) => pipe,
+            None => self.node.dir.path().join("nowhere"),
+        };
+        let mut command = Command::new(folder.join("kerf-sim-cuda"));
+        command
+            .args(arguments)
+            .env("KERF_SIM_ROOT", self.node.sim.root())
+            .env("CUDA_MPS_PIPE_DIRECTORY", pipe)
+            .stdin(Stdio::null())
+            .stderr(Stdio::null());
+        command
+    }
+
+    fn is_v3(&self) -> bool {
+        self.node.sim.state().unwrap().driver.branch() >= 615
+    }
+
+    /// Runs a program to its end: its exit status, and its events.
+    fn run(&self, gpu: &Gpu, share: Option<&WantedShare>, arguments: &[&str]) -> (Option<i32>, String) {
+        let output = self.program(gpu, share, arguments).output().unwrap();
+        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+}
+
+fn share(number: u32, gib: u64, percent: u32) -> WantedShare {
+    WantedShare {
+        id: format!("00000000-0000-4000-8000-{number:012}"),
+        memory_bytes: gib * GIB,
+        compute_milli: percent * 1000,
+        isolation: Isolation::Process,
+    }
+}
+
+fn partition(gpu: &Gpu, share: &WantedShare) -> Partition {
+    let owner = ClaimOwner {
+        namespace: "ns".into(),
+        name: share.id.clone(),
+        pod: "pod".into(),
+        pod_uid: share.id.clone(),
+        request: "r".into(),
+    };
+    Partition {
+        gpu: gpu.uuid.clone(),
+        instance: None,
+        share: Some(share.clone()),
+        owner: Owner::Claim(owner),
+    }
+}
+
+fn off(gpu: &Gpu) -> DesiredGpu {
+    DesiredGpu { mig: DesiredMig::Disabled, ..managed(gpu) }
+}
+
+fn in_force(gpu: &Gpu) -> Vec<&str> {
+    gpu.shares.iter().filter(|share| share.problem.is_none()).map(|share| share.id.as_str()).collect()
+}
+
+fn find<'a>(gpu: &'a Gpu, wanted: &WantedShare) -> &'a Share {
+    gpu.shares.iter().find(|share| share.id == wanted.id).expect("reported")
+}
+
+/// Wants these shares, and waits until just these are in force.
+async fn settle(daemon: &Daemon, generation: i64, gpu: &Gpu, shares: &[&WantedShare]) -> Gpu {
+    let partitions: Vec<Partition> = shares.iter().map(|share| partition(gpu, share)).collect();
+    daemon.apply(generation, &[off(gpu)], &partitions);
+    all_in_force(daemon, shares).await
+}
+
+async fn all_in_force(daemon: &Daemon, shares: &[&WantedShare]) -> Gpu {
+    let mut ids: Vec<&str> = shares.iter().map(|share| share.id.as_str()).collect();
+    ids.sort_unstable();
+    let inventory =
+        daemon.until("all shares in force", |inventory| in_force(&inventory.gpus[0]) == ids).await;
+    inventory.gpus[0].clone()
+}
+
+/// As Prepare does. The pod has the share's id.
+async fn prepare(daemon: &Daemon, gpu: &Gpu, share: &WantedShare) -> Result<Prepared, LimitError> {
+    prepare_for(daemon, gpu, share, &share.id).await
+}
+
+async fn prepare_for(
+    daemon: &Daemon,
+    gpu: &Gpu,
+    share: &WantedShare,
+    pod: &str,
+) -> Result<Prepared, LimitError> {
+    let device = PreparedDevice {
+        request: "r".into(),
+        device: "d".into(),
+        key: DeviceKey::share(&gpu.uuid, &share.id),
+        uuid: gpu.uuid.clone(),
+        cdi: vec![],
+        share: Some(share.clone()),
+    };
+    let claim = ClaimReference { namespace: "ns".into(), name: share.id.clone(), uid: share.id.clone() };
+    let pod = PodReference { namespace: "ns".into(), name: "pod".into(), uid: pod.into() };
+    let record = Prepared { claim, pod: Some(pod), devices: vec![device] };
+    daemon.state.prepared.record(record.clone()).unwrap();
+    let inventory = daemon.state.latest().unwrap();
+    daemon.limits.enforce(&record, &inventory, || daemon.state.prepared.snapshot()).await.map(|()| record)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shares_of_any_size_are_each_limited_and_leave_nothing_behind() {
+    let shared = Shared::new(615);
+    let daemon = shared.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let sharing = gpu.sharing.clone().expect("can carry shares");
+    assert_eq!((sharing.isolation, sharing.max_clients, sharing.equal_sizes), (Isolation::Driver, 60, false));
+    let (a, b) = (share(1, 10, 25), share(2, 20, 50));
+    let seen = settle(&daemon, 1, &gpu, &[&a, &b]).await;
+    assert_eq!(find(&seen, &b).compute_percent, 50);
+    assert_eq!(shared.mode(), ComputeMode::EXCLUSIVE_PROCESS.0);
+
+    // Each gets its own and no more; who avoids the pipe directory gets nothing.
+    let allocate = |share, size| shared.run(&gpu, share, &["--allocate", size, "--seconds", "0"]);
+    assert_eq!(allocate(Some(&a), "9Gi").0, Some(0), "{}", allocate(Some(&a), "9Gi").1);
+    let (status, events) = allocate(Some(&a), "11Gi");
+    assert_eq!(status, Some(4), "{events}");
+    assert_eq!(allocate(Some(&b), "11Gi").0, Some(0));
+    assert_eq!(allocate(None, "1Gi").0, Some(3));
+
+    // A program in a share is seen, and its share stays when nobody wants it any more, until it has ended.
+    let mut program = Guard(shared.program(&gpu, Some(&b), &["--allocate", "1Gi"]).spawn().unwrap());
+    shared.cgroups.pod(&b.id);
+    prepare(&daemon, &gpu, &b).await.unwrap();
+    let inventory = daemon.until("a client", |seen| find(&seen.gpus[0], &b).processes == 1).await;
+    assert!(inventory.gpus[0].processes.is_empty(), "{:?}", inventory.gpus[0].processes);
+    daemon.apply(2, &[off(&gpu)], &[]);
+    daemon.until("only what is in use", |seen| in_force(&seen.gpus[0]) == [b.id.as_str()]).await;
+    let report = daemon.report(&gpu.uuid, "a problem", |report| report.problem.is_some()).await;
+    assert_eq!(report.problem.unwrap().reason, problem_reason::IN_USE);
+    assert!(program.0.try_wait().unwrap().is_none(), "it runs on");
+    daemon.state.prepared.remove(&b.id);
+    program.0.kill().unwrap();
+    program.0.wait().unwrap();
+    daemon.until("no share", |seen| seen.gpus[0].shares.is_empty()).await;
+    eventually("the mode is what it was", || shared.mode() == ComputeMode::DEFAULT.0).await;
+    assert!(shared.servers.running.lock().is_empty());
+    assert_eq!(shared.servers.made(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn shares_outlive_the_daemon_and_a_server_that_is_killed_has_them_at_once() {
+    let shared = Shared::new(615);
+    let daemon = shared.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let (a, b) = (share(1, 10, 25), share(2, 20, 50));
+    settle(&daemon, 1, &gpu, &[&a, &b]).await;
+    let mut program = Guard(shared.program(&gpu, Some(&b), &["--allocate", "1Gi"]).spawn().unwrap());
+    eventually("a client", || {
+        !shared.run_control(&gpu, &["client", "list", "--all", "--format=csv,noheader"]).is_empty()
+    })
+    .await;
+    drop(daemon);
+    assert!(program.0.try_wait().unwrap().is_none());
+    // Nobody is there to give a server its namespaces again.
+    shared.servers.crash(&gpu.uuid);
+    eventually("the program was told", || program.0.try_wait().unwrap().is_some()).await;
+    // Who comes before the server gets past it.
+    eventually("a server", || shared.run_control(&gpu, &["server", "get", "kerf", "status"]) == "Ready\n")
+        .await;
+    eventually("the limits hold", || {
+        let run = |size| shared.run(&gpu, Some(&a), &["--allocate", size, "--seconds", "0"]).0;
+        run("9Gi") == Some(0) && run("11Gi") == Some(4)
+    })
+    .await;
+    // The next daemon takes over what is there.
+    let daemon = shared.start();
+    settle(&daemon, 1, &gpu, &[&a, &b]).await;
+    assert_eq!(shared.servers.made(), 1);
+    // A server that is killed alone is not started again by its control daemon.
+    let server = shared.run_control(&gpu, &["server", "get", "kerf", "pid"]);
+    let pid = nix::unistd::Pid::from_raw(server.trim().parse().unwrap());
+    nix::sys::signal::kill(pid, Signal::SIGKILL).unwrap();
+    eventually("another server", || {
+        let now = shared.run_control(&gpu, &["server", "get", "kerf", "pid"]);
+        !now.is_empty() && now != server
+    })
+    .await;
+    all_in_force(&daemon, &[&a, &b]).await;
+    daemon.apply(2, &[off(&gpu)], &[]);
+    eventually("the mode is what it was", || shared.mode() == ComputeMode::DEFAULT.0).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn before_protocol_3_shares_are_of_one_size_and_no_server_is_without_limits() {
+    let shared = Shared::new(580);
+    let daemon = shared.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let sharing = gpu.sharing.clone().expect("can carry shares");
+    assert_eq!((sharing.isolation, sharing.max_clients, sharing.equal_sizes), (Isolation::Process, 48, true));
+    let (a, b, other) = (share(1, 10, 25), share(2, 10, 25), share(3, 20, 50));
+    let wanted: Vec<Partition> = [&a, &b, &other].map(|share| partition(&gpu, share)).to_vec();
+    daemon.apply(1, &[off(&gpu)], &wanted);
+    let seen = all_in_force(&daemon, &[&a, &b]).await;
+    assert_eq!(find(&seen, &other).problem.as_ref().unwrap().reason, problem_reason::SIZES_DIFFER);
+    assert_eq!(shared.run(&gpu, Some(&a), &["--allocate", "11Gi", "--seconds", "0"]).0, Some(4));
+    shared.servers.crash(&gpu.uuid);
+    eventually("the limits hold", || {
+        let run = |size| shared.run(&gpu, Some(&a), &["--allocate", size, "--seconds", "0"]).0;
+        eprintln!(
+            "{:?} {:?} {}",
+            shared.run(&gpu, Some(&a), &["--allocate", "9Gi", "--seconds", "0"]),
+            std::fs::read_to_string(
+                shared.node.state_dir().join("mps").join(&gpu.name).join("log/control.log")
+            )
+            .unwrap_or_default()
+            .lines()
+            .rev()
+            .take(4)
+            .collect::<Vec<_>>(),
+            shared.run_control(&gpu, &["server", "list"])
+        );
+        run("9Gi") == Some(0) && run("11Gi") == Some(4)
+    })
+    .await;
+    // Another size takes another pod, once nobody is in this one.
+    settle(&daemon, 2, &gpu, &[&other]).await;
+    assert_eq!(shared.servers.made(), 2);
+    assert_eq!(shared.run(&gpu, Some(&other), &["--allocate", "19Gi", "--seconds", "0"]).0, Some(0));
+    let strict = WantedShare { isolation: Isolation::Driver, ..share(4, 20, 50) };
+    daemon.apply(3, &[off(&gpu)], &[partition(&gpu, &strict)]);
+    let seen =
+        daemon.until("the other share", |seen| seen.gpus[0].shares.iter().any(|s| s.id == strict.id)).await;
+    let problem = find(&seen.gpus[0], &strict).problem.clone();
+    assert_eq!(problem.unwrap().reason, problem_reason::ISOLATION_UNAVAILABLE);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_that_hangs_is_replaced() {
+    hang(615, |shared, gpu| {
+        shared.run_control(gpu, &["server", "get", "kerf", "pid"]).trim().parse().unwrap()
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_control_daemon_that_hangs_is_replaced() {
+    hang(580, |shared, gpu| shared.servers.running.lock()[&gpu.uuid].1.id()).await;
+}
+
+/// What is found so is stopped while a program is in a share.
+async fn hang(branch: u32, find: impl Fn(&Shared, &Gpu) -> u32) {
+    let shared = Shared::new(branch);
+    let daemon = shared.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let (a, b) = (share(1, 10, 25), share(2, 10, 25));
+    settle(&daemon, 1, &gpu, &[&a, &b]).await;
+    let pod = shared.cgroups.pod(&a.id);
+    prepare(&daemon, &gpu, &a).await.unwrap();
+    let program = shared.program(&gpu, Some(&a), &["--allocate", "1Gi"]);
+    let mut program = Guard(in_cgroup(&pod, &program).spawn().unwrap());
+    daemon.until("a client", |seen| seen.gpus[0].shares.iter().any(|share| share.processes == 1)).await;
+    let pid = nix::unistd::Pid::from_raw(i32::try_from(find(&shared, &gpu)).unwrap());
+    nix::sys::signal::kill(pid, Signal::SIGSTOP).unwrap();
+    // Meanwhile nothing is said to be in force that nobody can read.
+    let hangs =
+        |share: &Share| share.problem.as_ref().is_some_and(|why| why.reason == problem_reason::MPS_HANGS);
+    daemon.until("the word of it", |seen| seen.gpus[0].shares.iter().all(hangs)).await;
+    let hangs = |report: &GpuReport| {
+        report.problem.as_ref().is_some_and(|why| why.reason == problem_reason::MPS_HANGS)
+    };
+    daemon.report(&gpu.uuid, "the word of it", hangs).await;
+    eventually("another server", || shared.servers.made() == 2).await;
+    eventually("the client has ended", || program.0.try_wait().unwrap().is_some()).await;
+    all_in_force(&daemon, &[&a, &b]).await;
+    assert_eq!(shared.run(&gpu, Some(&a), &["--allocate", "11Gi", "--seconds", "0"]).0, Some(4));
+    daemon.report(&gpu.uuid, "no problem", |report| report.problem.is_none()).await;
+    assert_eq!(shared.servers.made(), 2, "replaced once");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_step_that_succeeds_without_effect_is_not_taken_again_at_once() {
+    let shared = Shared::new(615);
+    let daemon = shared.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let (a, b) = (share(1, 10, 25), share(2, 20, 50));
+    settle(&daemon, 1, &gpu, &[&a]).await;
+    // From now on limits are taken, and forgotten.
+    let program = &shared.servers.program;
+    let beside = |name: &str| program.with_extension(name);
+    std::fs::rename(program, beside("real")).unwrap();
+    std::fs::write(beside("idle"), "").unwrap();
+    let script = r#"#!/bin/sh
+if [ "$1 $2" = "namespace set" ] && [ -e "$0.idle" ]; then echo >> "$0.tries"; exit 0; fi
+exec "$0.real" "$@"
+"#;
+    std::fs::write(beside("new"), script).unwrap();
+    std::fs::set_permissions(beside("new"), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    std::fs::rename(beside("new"), program).unwrap();
+    daemon.apply(2, &[off(&gpu)], &[&a, &b].map(|share| partition(&gpu, share)));
+    let report = daemon.report(&gpu.uuid, "a problem", |report| report.problem.is_some()).await;
+    let problem = report.problem.unwrap();
+    assert!(problem.message.contains("has no effect"), "{problem:?}");
+    assert_eq!(problem.reason, problem_reason::MPS_NOT_READY);
+    let tries = std::fs::read_to_string(beside("tries")).unwrap().lines().count();
+    assert!(tries < 20, "tried {tries} times");
+    std::fs::remove_file(beside("idle")).unwrap();
+    all_in_force(&daemon, &[&a, &b]).await;
+    daemon.report(&gpu.uuid, "no problem", |report| report.problem.is_none()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_that_somebody_else_hands_out_keeps_no_server_that_nobody_uses() {
+    let shared = Shared::new(615);
+    let daemon = shared.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let a = share(1, 10, 25);
+    settle(&daemon, 1, &gpu, &[&a]).await;
+    let why = Reason { reason: "ForeignDevicePlugin".into(), message: "a device plugin".into() };
+    daemon.verdicts.send_replace(Some(Some(why)));
+    eventually("nothing is left", || {
+        shared.servers.running.lock().is_empty() && shared.mode() == ComputeMode::DEFAULT.0
+    })
+    .await;
+    let seen = daemon.until("the GPU let go", |seen| !seen.gpus[0].carries).await;
+    assert!(in_force(&seen.gpus[0]).is_empty());
+    daemon.verdicts.send_replace(Some(None));
+    all_in_force(&daemon, &[&a]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_gpu_goes_from_instances_to_shares_and_back() {
+    let shared = Shared::new(615);
+    shared.node.sim.reload_driver().unwrap();
+    let daemon = shared.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let instance = crate::node::claim(&gpu, "3g.40gb", 0, 4);
+    daemon.settle(1, &[managed(&gpu)], std::slice::from_ref(&instance)).await;
+    let a = share(1, 10, 25);
+    settle(&daemon, 2, &gpu, &[&a]).await;
+    assert!(shared.node.layout().is_empty());
+    daemon.settle(3, &[managed(&gpu)], std::slice::from_ref(&instance)).await;
+    assert_eq!((shared.node.layout(), shared.mode()), (vec!["0 3g.40gb@0".to_owned()], 0));
+    let done = |step| sample(&daemon, &[&format!("kerf_steps_total{{step=\"{step}\",result=\"done\"}}")]);
+    assert_eq!((done("CreateGpuInstance"), done("CreatePod")), (Some(2.0), Some(1.0)));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_driver_whose_limits_would_reach_no_pod_is_not_counted_on() {
+    let shared = Shared::new(615);
+    std::fs::remove_dir(shared.cgroups.0.join("kubepods")).unwrap();
+    let daemon = shared.start();
+    let sharing = daemon.inventory().await.gpus[0].sharing.clone().expect("can carry shares");
+    assert_eq!(sharing.isolation, Isolation::Process);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_driver_limits_a_pods_memory_whatever_its_processes_do() {
+    let shared = Shared::new(615);
+    let mut daemon = shared.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let (a, b) = (share(1, 10, 25), share(2, 20, 50));
+    settle(&daemon, 1, &gpu, &[&a, &b]).await;
+    let error = prepare(&daemon, &gpu, &a).await.unwrap_err();
+    assert!(matches!(&error, LimitError::NoCgroup { .. }), "{error}");
+    daemon.state.prepared.remove(&a.id);
+
+    let pod = shared.cgroups.pod(&a.id);
+    let first = prepare(&daemon, &gpu, &a).await.unwrap();
+    let limit = || {
+        let state = shared.node.sim.state().unwrap();
+        state.memory_limits.iter().find(|limit| limit.set).map(|limit| (limit.soft, limit.hard))
+    };
+    assert_eq!(limit(), Some((0, 10 * GIB)));
+    // By MPS each process could have 10 GiB.
+    let several = ["--processes", "3", "--allocate", "4Gi", "--seconds", "1", "--keep-going"];
+    let output = in_cgroup(&pod, &shared.program(&gpu, Some(&a), &several)).output().unwrap();
+    let events = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(events.matches("\"granted\"").count(), 2, "{events}");
+
+    let above = |pod: &Path| {
+        let state = shared.node.sim.state().unwrap();
+        let pod = pod.to_string_lossy();
+        let above = state.memory_limits.iter().filter(|limit| *limit.path != *pod);
+        above.map(|limit| limit.soft).collect::<Vec<_>>()
+    };
+    assert!(above(&pod).is_empty(), "guaranteed for good if the cgroup goes first: {:?}", above(&pod));
+
+    // Two claims of one pod have what both have together.
+    let second = prepare_for(&daemon, &gpu, &b, &a.id).await.unwrap();
+    assert_eq!(limit(), Some((0, 30 * GIB)));
+    shared.node.sim.reload_driver().unwrap();
+    let note = daemon.note("the limit is back", |note| note.reason == "LimitLost").await;
+    assert!(note.message.contains("set again"), "{}", note.message);
+    eventually("the limit is back", || limit() == Some((0, 30 * GIB))).await;
+    for (record, left) in [(second, Some((0, 10 * GIB))), (first, None)] {
+        daemon.state.prepared.remove(&record.claim.uid);
+        daemon.limits.lift(&record, || daemon.state.prepared.snapshot()).await;
+        assert_eq!(limit(), left);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_the_driver_what_a_pod_has_too_much_is_ended_and_nothing_else() {
+    let shared = Shared::new(580);
+    let mut daemon = shared.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let (a, b) = (share(1, 10, 25), share(2, 10, 25));
+    settle(&daemon, 1, &gpu, &[&a, &b]).await;
+    let (pod, other) = (shared.cgroups.pod(&a.id), shared.cgroups.pod(&b.id));
+    prepare(&daemon, &gpu, &a).await.unwrap();
+    prepare(&daemon, &gpu, &b).await.unwrap();
+    let start = |pod: &Path, share: Option<&WantedShare>, size: &str| {
+        Guard(in_cgroup(pod, &shared.program(&gpu, share, &["--allocate", size])).spawn().unwrap())
+    };
+    let mut neighbour = start(&other, Some(&b), "9Gi");
+    let mut small = start(&pod, Some(&a), "4Gi");
+    let mut large = start(&pod, Some(&a), "9Gi");
+    let note = daemon.note("the end", |note| note.reason == "ShareExceeded").await;
+    assert!(
+        note.message.contains("ns/pod") && note.message.contains(&large.0.id().to_string()),
+        "{}",
+        note.message
+    );
+    eventually("the largest has ended", || large.0.try_wait().unwrap().is_some()).await;
+    assert!(small.0.try_wait().unwrap().is_none() && neighbour.0.try_wait().unwrap().is_none());
+    let ended = format!("kerf_clients_ended_total{{gpu=\"{}\",reason=\"memory\"}}", gpu.uuid);
+    assert_eq!(sample(&daemon, &[&ended]), Some(1.0));
+    // The neighbour's 9 GiB and its context; what is left of the other pod.
+    for (share, gib) in [(&b, 9), (&a, 4)] {
+        eventually("the memory used is told", || {
+            let used = sample(&daemon, &["kerf_share_memory_used_bytes", &share.id]);
+            used.is_some_and(|used| (gib * GIB..(gib + 1) * GIB).contains(&(used as u64)))
+        })
+        .await;
+    }
+
+    // While no server runs, a process gets past MPS. It does not stay, and the server comes back.
+    let paused = shared.servers.pause(&gpu.uuid);
+    drop((small, neighbour));
+    let mut past = start(&pod, None, "30Gi");
+    loop {
+        // The killed server may still hold the GPU: then CUDA does not start.
+        let status = past.0.wait().unwrap();
+        if status.code() != Some(3) {
+            assert_eq!(std::os::unix::process::ExitStatusExt::signal(&status), Some(9), "{status}");
+            break;
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+        past = start(&pod, None, "30Gi");
+    }
+    daemon.note("the end of who was past MPS", |note| note.message.contains("past MPS")).await;
+    shared.servers.resume(paused);
+    all_in_force(&daemon, &[&a, &b]).await;
+}
+
+/// The value of the one series with these words in it.
+fn sample(daemon: &Daemon, words: &[&str]) -> Option<f64> {
+    let text = metrics::scrape(&daemon.state).unwrap();
+    let line =
+        text.lines().find(|line| !line.starts_with('#') && words.iter().all(|word| line.contains(word)))?;
+    line.rsplit_once(' ')?.1.parse().ok()
+}
+
+/// The command, run in a cgroup.
+fn in_cgroup(cgroup: &Path, command: &Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""]).arg(cgroup).arg(command.get_program());
+    shell.args(command.get_args()).stdin(Stdio::null()).stderr(Stdio::null());
+    for (name, value) in command.get_envs() {
+        shell.env(name, value.unwrap());
+    }
+    shell
+}
+
+struct Guard(Child);
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Shared {
+    fn run_control(&self, gpu: &Gpu, words: &[&str]) -> String {
+        let output = Command::new(&self.servers.program)
+            .args(words)
+            .env("CUDA_MPS_PIPE_DIRECTORY", self.node.state_dir().join("mps").join(&gpu.name).join("pipe"))
+            .output()
+            .unwrap();
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+}
