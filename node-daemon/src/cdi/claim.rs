@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kerf_crds::gpu_node::Isolation;
+
 use super::nodes::{DriverFiles, NodesError};
-use super::spec::{CDI_VERSION, ContainerEdits, Device, Mount, Spec};
+use super::spec::{CDI_VERSION, ContainerEdits, Device, Hook, Mount, Spec};
 use crate::inventory::Inventory;
 use crate::mps::Protocol;
 use crate::prepared::{Prepared, PreparedDevice};
@@ -65,11 +67,15 @@ pub fn claim_spec(
             device_nodes: device_nodes(device, inventory, files)?,
             ..ContainerEdits::default()
         };
+        let name = device_name(&prepared.claim.uid, &device.device, device.key.share.as_deref());
         if let Some(share) = &device.share {
             container_edits.env.push(format!("CUDA_MPS_PIPE_DIRECTORY={MPS_PIPE}"));
             container_edits.mounts = mps_mounts(device, &share.id, inventory, files)?;
+            let sharing = inventory.gpu(&device.key.gpu).and_then(|gpu| gpu.sharing.as_ref());
+            if sharing.is_some_and(|sharing| sharing.isolation >= Isolation::Driver) {
+                container_edits.hooks.push(limit_hook(files, &prepared.claim.uid, &name));
+            }
         }
-        let name = device_name(&prepared.claim.uid, &device.device, device.key.share.as_deref());
         devices.push(Device { name, container_edits });
     }
     let env = std::iter::once(VOID.to_owned())
@@ -128,6 +134,20 @@ fn mps_mounts(
     Ok(vec![mount(pipe, MPS_PIPE), mount(paths.shm(), "/dev/shm")])
 }
 
+/// Has the container's own cgroup limited before its first instruction.
+fn limit_hook(files: &DriverFiles, claim_uid: &str, device: &str) -> Hook {
+    let program = files.hook.program().to_string_lossy().into_owned();
+    let socket = files.hook.socket().to_string_lossy().into_owned();
+    Hook {
+        hook_name: "createRuntime".to_owned(),
+        args: vec![program.clone(), socket, claim_uid.to_owned(), device.to_owned()],
+        path: program,
+        env: Vec::new(),
+        // Longer than the program takes at most.
+        timeout: Some(15),
+    }
+}
+
 fn unused_variable(request: &str, taken: &mut BTreeSet<String>) -> String {
     let plain = device_variable(request);
     let numbered = (1..).map(|number| format!("{plain}_{number}"));
@@ -182,6 +202,7 @@ mod tests {
             host_dev_root: "/".into(),
             proc_root: root.path().to_owned(),
             mps: crate::mps::Paths::new("/run/kerf/mps"),
+            hook: crate::plugin::hook::HookPaths::new("/var/lib/kerf"),
         };
         (root, files)
     }
