@@ -28,6 +28,7 @@ pub struct View {
     mps: Seen,
     before: Option<ComputeMode>,
     hangs: u32,
+    outlived: bool,
 }
 
 impl View {
@@ -45,6 +46,15 @@ impl View {
         Some((pod.uid.clone(), self.hangs))
     }
 
+    /// Notes whether the driver was seen to go while the pod was there. `before`: the UID of the last look's pod, and how
+    /// often the driver had gone when that pod was first seen.
+    pub fn follow_driver(&mut self, before: Option<(String, u64)>, departures: u64) -> Option<(String, u64)> {
+        let uid = &self.pod.as_ref()?.uid;
+        let since = before.filter(|(known, _)| known == uid).map_or(departures, |(_, since)| since);
+        self.outlived = departures > since;
+        Some((uid.clone(), since))
+    }
+
     pub fn observed<'a>(&'a self, gpu: &'a Gpu, prepared: &'a PreparedClaims) -> Observed<'a> {
         Observed {
             gpu,
@@ -55,6 +65,7 @@ impl View {
             mps: &self.mps,
             before: self.before,
             hangs: self.hangs,
+            outlived: self.outlived,
         }
     }
 }
@@ -94,6 +105,7 @@ pub async fn look(context: &Context, gpu: &mut Gpu, facts: &Facts) -> Option<Vie
         mps,
         before,
         hangs: 0,
+        outlived: false,
     })
 }
 

@@ -5,7 +5,8 @@
 //! looks again, and asks again; so a crash between any two of them needs no repair of its own.
 //!
 //! Invariants, whatever is wanted (property tests in [`tests`]):
-//! - what a claim is prepared for, or a client is in, is never taken down, unless it has ended or hangs;
+//! - what a claim is prepared for, or a client is in, is never taken down, unless it has ended, hangs, or has outlived the
+//!   driver that it was made for;
 //! - no server begins before its GPU is in EXCLUSIVE_PROCESS, and the mode goes back only when no server is left;
 //! - with nothing in the way, repeated steps end, and then every share that can be carried is in force, or nothing of MPS
 //!   is left and the compute mode is what it was;
@@ -42,6 +43,8 @@ pub struct Observed<'a> {
     pub before: Option<ComputeMode>,
     /// Looks in a row, this one among them, at which the control daemon gave no answer in time.
     pub hangs: u32,
+    /// The pod was there when the driver was seen to go: whoever is in its server came after the next driver did.
+    pub outlived: bool,
 }
 
 /// One change of what carries a GPU's shares.
@@ -55,7 +58,7 @@ pub enum Step {
     WriteConfig(String),
     CreatePod(Form),
     DeletePod(ServerPod),
-    /// It serves nobody, or hangs, whatever is prepared: the pod of another form that comes instead is what prepared claims wait for.
+    /// It serves nobody, hangs, or has outlived its driver, whatever is prepared: the pod of another form that comes instead is what prepared claims wait for.
     ReplacePod(ServerPod),
     CreateServer,
     /// It has ended by itself.
@@ -497,9 +500,12 @@ fn build_up(observed: &Observed<'_>, carried: &[(WantedShare, Limits)]) -> Way {
     }
     if pod.form != form.to_string() {
         let what = format!("the MPS server is for {}, not for {form}", pod.form);
+        // Containers that start again at once may find the old server before the new driver has been seen. They could stay
+        // for good, with limits that nobody can change; they have only begun.
+        let of_another_driver = observed.outlived && !pod.speaks(observed.protocol);
         return match used_by(observed, &served_by(observed, pod), &what) {
-            Some(why) => Way::blocked(why),
-            None => Way::step(Step::ReplacePod(pod.clone())),
+            Some(why) if !of_another_driver => Way::blocked(why),
+            _ => Way::step(Step::ReplacePod(pod.clone())),
         };
     }
     match &observed.mps.server {

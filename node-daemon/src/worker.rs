@@ -114,6 +114,8 @@ struct Worker {
     taken: Option<shares::Step>,
     /// The server's pod whose control daemon hangs, by its UID, and at how many looks in a row.
     hangs: Option<(String, u32)>,
+    /// The server's pod, by its UID, and how often the driver had gone when it was first seen.
+    since: Option<(String, u64)>,
     /// When a server's pod may be replaced again: one that never becomes well is not replaced all the time.
     replaced: Option<(Backoff, Instant)>,
     /// When one was replaced that hung.
@@ -138,6 +140,7 @@ pub async fn run(context: Context, identity: Identity) -> anyhow::Result<()> {
         failed_shares: Vec::new(),
         taken: None,
         hangs: None,
+        since: None,
         replaced: None,
         hung: None,
         blocked: None,
@@ -203,6 +206,9 @@ impl Worker {
         let mut view = keeper::look(&self.context, &mut gpu, &facts).await;
         let hangs = self.hangs.take();
         self.hangs = view.as_mut().and_then(|view| view.count_hangs(hangs));
+        if let Some(view) = &mut view {
+            self.since = view.follow_driver(self.since.take(), self.context.driver.departures());
+        }
         let lingering = gpu.instances.iter().any(|instance| {
             let key = DeviceKey::instance(&gpu.uuid, instance.placement);
             !instance.foreign

@@ -299,7 +299,15 @@ mod tests {
             let shm = "/run/kerf/mps/gpu-11111111/shm";
             assert_eq!(mounts, [(pipe.as_str(), "/run/kerf/mps"), (shm, "/dev/shm")]);
             assert!(spec.devices[0].name.ends_with(id));
+            assert_eq!(edits.hooks, [], "nobody limits the memory of cgroups");
         }
+        inventory.gpus[1].sharing =
+            Some(kerf_crds::gpu_node::Sharing { isolation: Isolation::Driver, ..Default::default() });
+        let spec = claim_spec(&prepared, &inventory, &files, &common()).expect("run as root");
+        let hook = &spec.devices[0].container_edits.hooks[0];
+        assert_eq!((hook.hook_name.as_str(), &hook.path), ("createRuntime", &hook.args[0]));
+        let asks = ["/var/lib/kerf/hook.sock", "0f-uid", &spec.devices[0].name];
+        assert_eq!(hook.args[1..], asks, "what it asks the daemon");
     }
 
     #[test]

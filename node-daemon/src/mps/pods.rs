@@ -53,6 +53,13 @@ pub struct ServerPod {
     pub ended: bool,
 }
 
+impl ServerPod {
+    /// Whether its control daemon was made to be talked to like this.
+    pub fn speaks(&self, protocol: Protocol) -> bool {
+        self.form.starts_with(&protocol.to_string())
+    }
+}
+
 /// A server's pod that is to be made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewServer {
@@ -113,8 +120,8 @@ impl Form {
 impl std::fmt::Display for Form {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::V2(limits) => write!(f, "protocol 2, {limits}"),
-            Self::V3 => f.write_str("protocol 3"),
+            Self::V2(limits) => write!(f, "{}, {limits}", self.protocol()),
+            Self::V3 => self.protocol().fmt(f),
         }
     }
 }
