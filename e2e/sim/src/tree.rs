@@ -88,6 +88,9 @@ pub fn libraries(root: &Path, driver: &Driver, library: &Path) -> Result<(), Err
         link(&folder, &soname, &file)?;
     }
     link(&folder, "libcuda.so", "libcuda.so.1")?;
+    // As where the driver is installed on the host itself: a C library that is not that of any container's image. Whoever
+    // takes all of the folder for the driver's libraries loads it, and ends.
+    put(&folder.join("libc.so.6"), &elf::shared_object("libc.so.6"), 0o755)?;
     let binaries = root.join("usr/bin");
     make_dir(&binaries)?;
     mps(&binaries)?;
