@@ -197,7 +197,8 @@ impl Worker {
                 return Some(self.not_seen(spec.as_deref(), failure));
             }
         };
-        self.unseen = None;
+        // A GPU that can be read again may have another driver, whose files containers need.
+        self.context.state.request_scan_if(self.unseen.take().is_some());
         if let Err(error) = self.context.ours.judge(&mut gpu) {
             tracing::warn!(gpu = %gpu.uuid, %error, "the checkpoint of instances cannot be written");
         }
