@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::gpu_node::{Geometry, Gpu, GpuNodeStatus, Profile};
+use crate::gpu_node::{Geometry, Gpu, GpuNodeStatus, Isolation, Profile};
 
 /// A device on a GPU.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +17,8 @@ pub enum Device<'a> {
     Instance(&'a Geometry, &'a Profile, Option<&'a str>),
     /// What shares of the GPU are parts of.
     Share,
+    /// What shares of an instance of one of the geometry's profiles are parts of.
+    InstanceShare(&'a Geometry, &'a Profile),
 }
 
 /// Value of an attribute.
@@ -45,7 +47,7 @@ pub mod attribute {
     pub const PRODUCT: &str = "productName";
     /// Architecture of the GPU, e.g. `Hopper`, where known.
     pub const ARCHITECTURE: &str = "architecture";
-    /// NVML's name of the profile; instances only.
+    /// NVML's name of the profile; instances and their shares only.
     pub const PROFILE: &str = "profile";
     /// Version of the GPU driver.
     pub const DRIVER_VERSION: &str = "driverVersion";
@@ -88,7 +90,7 @@ pub fn attributes(status: &GpuNodeStatus, gpu: &Gpu, device: Device<'_>) -> BTre
     let kind = match device {
         Device::Gpu => "gpu",
         Device::Instance(..) => "mig",
-        Device::Share => "share",
+        Device::Share | Device::InstanceShare(..) => "share",
     };
     let mut all = BTreeMap::from([
         (attribute::TYPE, text(kind)),
@@ -105,6 +107,10 @@ pub fn attributes(status: &GpuNodeStatus, gpu: &Gpu, device: Device<'_>) -> BTre
             if let Some(uuid) = uuid {
                 all.insert(attribute::UUID, text(uuid));
             }
+        }
+        Device::InstanceShare(_, profile) => {
+            all.insert(attribute::PROFILE, text(&profile.name));
+            all.insert(attribute::ISOLATION, text(Isolation::Process.word()));
         }
         Device::Share => {
             let isolation = gpu.sharing.as_ref().map(|sharing| sharing.isolation).unwrap_or_default();
@@ -138,7 +144,7 @@ pub fn capacities(gpu: &Gpu, device: Device<'_>) -> BTreeMap<&'static str, u64> 
         Device::Gpu | Device::Share => {
             BTreeMap::from([(capacity::MEMORY, gpu.memory_bytes), (capacity::COMPUTE, 100)])
         }
-        Device::Instance(geometry, profile, _) => {
+        Device::Instance(geometry, profile, _) | Device::InstanceShare(geometry, profile) => {
             let multiprocessors = u64::from(profile.multiprocessors);
             let of_all = (100 * multiprocessors).checked_div(geometry.multiprocessors.into());
             BTreeMap::from([

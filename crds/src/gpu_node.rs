@@ -544,8 +544,43 @@ impl GpuNodeStatus {
 }
 
 impl Geometry {
+    /// Compute of so many percent of an instance, in thousandths of a percent of the whole GPU's, rounded down.
+    pub fn compute_of(&self, profile: &Profile, percent: u64) -> u64 {
+        let all = u128::from(percent) * 1000 * u128::from(profile.multiprocessors);
+        u64::try_from(all.checked_div(self.multiprocessors.into()).unwrap_or_default()).unwrap_or(u64::MAX)
+    }
+
+    /// How many whole percent of an instance's multiprocessors a share of it needs: MPS takes no fractions, so it is
+    /// rounded up. The opposite of [`Geometry::compute_of`], whose result it takes back to the same number.
+    pub fn percent_of(&self, profile: &Profile, compute_milli: u64) -> u64 {
+        let part = u128::from(compute_milli) * u128::from(self.multiprocessors);
+        let whole = 1000 * u128::from(profile.multiprocessors);
+        if whole == 0 { u64::MAX } else { u64::try_from(part.div_ceil(whole)).unwrap_or(u64::MAX) }
+    }
+
     /// A profile by name, in either spelling.
     pub fn profile(&self, name: &str) -> Option<&Profile> {
         self.profiles.iter().find(|profile| crate::profile::same(&profile.name, name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percents_of_an_instance_and_of_its_gpu_are_taken_to_each_other() {
+        for (part, all) in [(60, 132), (16, 132), (42, 98), (14, 108), (132, 132), (1, 142)] {
+            let geometry = Geometry { multiprocessors: all, ..Geometry::default() };
+            let profile = Profile { multiprocessors: part, ..Profile::default() };
+            for percent in 1..=100 {
+                let milli = geometry.compute_of(&profile, percent);
+                assert_eq!(geometry.percent_of(&profile, milli), percent, "{part} of {all}");
+                assert_eq!(geometry.percent_of(&profile, milli + 1), percent + 1, "rounded up");
+            }
+        }
+        let nothing = Geometry::default();
+        assert_eq!(nothing.percent_of(&Profile::default(), 1), u64::MAX);
+        assert_eq!(nothing.compute_of(&Profile::default(), 100), 0);
     }
 }

@@ -198,6 +198,11 @@ impl Gpu {
         Self { instances, shares: Vec::new(), taken_whole: false, ..self.clone() }
     }
 
+    /// The instances that carry shares, by profile and start.
+    pub fn carrying(&self) -> impl Iterator<Item = (ProfileIndex, u32)> {
+        self.shares_there().filter_map(|share| share.instance)
+    }
+
     /// The shares that count.
     pub fn shares_there(&self) -> impl Iterator<Item = &TakenShare> {
         let taken = |(profile, start): (ProfileIndex, u32)| {
@@ -344,6 +349,13 @@ pub struct PlacedDevice {
     pub instance: Option<PlannedInstance>,
     /// A share of it; `None`: all of it.
     pub share: Option<Portion>,
+}
+
+impl PlacedDevice {
+    /// The instance by profile and start.
+    pub fn carrier(&self) -> Option<(ProfileIndex, u32)> {
+        self.instance.map(|planned| (planned.profile, planned.start))
+    }
 }
 
 /// A MIG instance at an exact place.

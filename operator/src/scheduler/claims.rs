@@ -18,6 +18,7 @@ use kerf_crds::quantity::{milli_quantity, quantity};
 use kerf_crds::requests::{Asked, OriginalResources, ShareSize, expand};
 use kube::ResourceExt;
 
+use super::entries::isolation;
 use crate::cache::PodInfo;
 use crate::cache::quantity::milli;
 
@@ -207,36 +208,41 @@ pub fn partition_of(
     let status = node.status.as_ref()?;
     for gpu in &status.gpus {
         let Some(rest) = result.device.strip_prefix(&gpu.name) else { continue };
-        let partition =
-            |instance, share| Partition { gpu: gpu.uuid.clone(), instance, share, owner: owner.clone() };
-        if rest.is_empty() {
-            return Some(partition(None, None));
-        }
-        if names::share_device(&gpu.name) == result.device {
-            return Some(partition(None, Some(share_of(gpu, result)?)));
-        }
-        let Some((id, start)) = rest.strip_prefix("-mig-").and_then(|rest| rest.split_once('-')) else {
-            continue;
+        let of_carrier = rest.strip_suffix(&names::share_device(""));
+        let carrier = of_carrier.unwrap_or(rest);
+        let instance = match carrier.strip_prefix("-mig-").and_then(|rest| rest.split_once('-')) {
+            None if carrier.is_empty() => None,
+            None => continue,
+            Some((id, start)) => {
+                let (id, start): (u32, u32) = (id.parse().ok()?, start.parse().ok()?);
+                let profile = status.geometry_of(gpu)?.profiles.iter().find(|profile| profile.id == id)?;
+                Some(WantedInstance {
+                    profile: profile.name.clone(),
+                    placement: kerf_crds::gpu_node::Placement { start, size: profile.size },
+                })
+            }
         };
-        let (id, start): (u32, u32) = (id.parse().ok()?, start.parse().ok()?);
-        let profile = status.geometry_of(gpu)?.profiles.iter().find(|profile| profile.id == id)?;
-        let instance = WantedInstance {
-            profile: profile.name.clone(),
-            placement: kerf_crds::gpu_node::Placement { start, size: profile.size },
+        let share = match of_carrier {
+            None => None,
+            Some(_) => Some(share_of(gpu, instance.as_ref(), result)?),
         };
-        return Some(partition(Some(instance), None));
+        return Some(Partition { gpu: gpu.uuid.clone(), instance, share, owner });
     }
     None
 }
 
 /// The share that a result says it is.
-fn share_of(gpu: &Gpu, result: &DeviceRequestAllocationResult) -> Option<WantedShare> {
+fn share_of(
+    gpu: &Gpu,
+    instance: Option<&WantedInstance>,
+    result: &DeviceRequestAllocationResult,
+) -> Option<WantedShare> {
     let consumed = |name: &str| milli(result.consumed_capacity.as_ref()?.get(name)?);
     Some(WantedShare {
         id: result.share_id.clone()?,
         memory_bytes: u64::try_from(consumed(capacity::MEMORY)? / 1000).ok()?,
         compute_milli: u32::try_from(consumed(capacity::COMPUTE)?).ok()?,
-        isolation: gpu.sharing.as_ref().map(|sharing| sharing.isolation).unwrap_or_default(),
+        isolation: isolation(gpu, instance),
     })
 }
 
