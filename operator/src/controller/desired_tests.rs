@@ -2,7 +2,7 @@ use serde_json::json;
 
 use super::*;
 use crate::testing::{gpu, gpu_node, instance, policy, wanted};
-use kerf_crds::gpu_node::{ClaimOwner, ClaimReference};
+use kerf_crds::gpu_node::{ClaimOwner, ClaimReference, WantedShare};
 
 fn claimed(profile: &str, start: u32) -> Partition {
     Partition {
@@ -46,6 +46,17 @@ fn of(entries: &[(&str, u32)]) -> serde_json::Value {
 #[test]
 fn a_claim_counts_as_the_layouts_instance() {
     let (entries, problem) = layout(of(&[("3g.40gb", 2)]), vec![], &[claimed("3g.40gb", 4)]);
+    assert_eq!((entries, problem), (vec![("3g.40gb".into(), 0)], None));
+}
+
+#[test]
+fn an_instance_with_several_shares_is_one_of_the_layouts() {
+    let share = |id: &str| Partition {
+        share: Some(WantedShare { id: id.into(), ..WantedShare::default() }),
+        ..claimed("3g.40gb", 4)
+    };
+    let stated = json!({"mode": "Static", "layout": [{"profile": "3g.40gb", "count": 2}]});
+    let (entries, problem) = layout(stated, Vec::new(), &[share("a"), share("b")]);
     assert_eq!((entries, problem), (vec![("3g.40gb".into(), 0)], None));
 }
 

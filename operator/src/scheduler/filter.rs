@@ -6,15 +6,16 @@ use k8s_openapi::api::resource::v1::DeviceClass;
 use kerf_crds::device::{self, capacity};
 use kerf_crds::gpu_node::{Gpu, GpuNodeStatus};
 use kerf_crds::names;
+use kerf_crds::pattern::Pattern;
 use kerf_crds::requests::LEAST_SHARE_MEMORY;
-use kerf_planner::snapshot::Portion;
+use kerf_planner::snapshot::{Carrier, Portion};
 use kube::ResourceExt;
 
 use super::needs::Ask;
 use super::requests::{class_selectors, expressions};
 use super::selectors::{Device, Selectors};
 use super::tell::share_text;
-use crate::cache::quantity;
+use crate::cache::{World, quantity};
 
 /// What of a GPU the selectors admit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -23,17 +24,14 @@ pub(super) struct Admitted {
     pub whole: bool,
     /// Instances of these profiles, by index.
     pub profiles: BTreeSet<usize>,
-    /// A share of it.
-    pub share: bool,
-    /// Shares of instances of these profiles, by index: what compute each has to have, in thousandths of a percent of the
-    /// GPU's.
-    pub in_instances: BTreeMap<usize, u64>,
+    /// What a share takes of each carrier that will do: MPS takes whole percents of it, and what is enforced is what counts.
+    pub shares: BTreeMap<Carrier, Portion>,
 }
 
 impl Admitted {
     /// Whether it can only be told by the GPU's geometry.
     pub fn of_geometry(&self) -> bool {
-        self.share || !self.profiles.is_empty() || !self.in_instances.is_empty()
+        !self.shares.is_empty() || !self.profiles.is_empty()
     }
 }
 
@@ -48,12 +46,19 @@ pub(super) struct Filter<'a> {
     class: &'a DeviceClass,
     own: usize,
     /// How large a share of a GPU would have to be, if the request says so.
-    pub share: Option<Portion>,
+    share: Option<Portion>,
+    /// Profiles whose instances some policy lets carry shares.
+    carriers: Vec<&'a Pattern>,
 }
 
 impl<'a> Filter<'a> {
     /// An error says what is wrong with the request.
-    pub fn new(selectors: &'a Selectors, class: &'a DeviceClass, ask: &'a Ask<'a>) -> Result<Self, String> {
+    pub fn new(
+        world: &'a World,
+        selectors: &'a Selectors,
+        class: &'a DeviceClass,
+        ask: &'a Ask<'a>,
+    ) -> Result<Self, String> {
         let of_class: Vec<&str> = expressions(class_selectors(class)).collect();
         let of_request: Vec<&str> = expressions(ask.selectors.as_ref()).collect();
         let own = of_request.len();
@@ -72,6 +77,7 @@ impl<'a> Filter<'a> {
         };
         Ok(Self {
             share,
+            carriers: world.policies.iter().flat_map(|policy| &policy.spec.shares.instances).collect(),
             selectors,
             path: &ask.path,
             individual: expressions.iter().any(|expression| Selectors::tells_gpus_apart(expression)),
@@ -93,20 +99,27 @@ impl<'a> Filter<'a> {
         let mut admitted = Admitted {
             whole: admits(device::Device::Gpu)?,
             profiles: BTreeSet::new(),
-            share: gpu.sharing.is_some() && self.share.is_some() && admits(device::Device::Share)?,
-            in_instances: BTreeMap::new(),
+            shares: BTreeMap::new(),
         };
-        if let Some(geometry) = status.geometry_of(gpu) {
-            for (index, profile) in geometry.profiles.iter().enumerate() {
-                if admits(device::Device::Instance(geometry, profile, None))? {
-                    admitted.profiles.insert(index);
-                }
-                let Some(share) = self.share.filter(|_| gpu.sharing.is_some()) else { continue };
-                if admits(device::Device::InstanceShare(geometry, profile))? {
-                    // MPS takes whole percents of the instance: what is enforced is what counts.
-                    let percent = geometry.percent_of(profile, share.compute_milli);
-                    admitted.in_instances.insert(index, geometry.compute_of(profile, percent));
-                }
+        let share = self.share.filter(|_| gpu.sharing.is_some());
+        if let Some(share) = share
+            && admits(device::Device::Share)?
+        {
+            let compute_milli = share.compute_milli.div_ceil(1000).saturating_mul(1000);
+            admitted.shares.insert(None, Portion { compute_milli, ..share });
+        }
+        let Some(geometry) = status.geometry_of(gpu) else { return Ok(admitted) };
+        for (index, profile) in geometry.profiles.iter().enumerate() {
+            if admits(device::Device::Instance(geometry, profile, None))? {
+                admitted.profiles.insert(index);
+            }
+            if let Some(share) = share
+                && self.carriers.iter().any(|pattern| pattern.matches_profile(&profile.name))
+                && admits(device::Device::InstanceShare(geometry, profile))?
+            {
+                let percent = geometry.percent_of(profile, share.compute_milli);
+                let compute_milli = geometry.compute_of(profile, percent);
+                admitted.shares.insert(Some(index), Portion { compute_milli, ..share });
             }
         }
         Ok(admitted)
@@ -165,8 +178,7 @@ fn share_size(asked: &[(&str, i128)], ask: &Ask<'_>) -> Result<Portion, String> 
     };
     let size = Portion {
         memory_bytes: u64::try_from((memory + 999) / 1000).unwrap_or(u64::MAX),
-        // MPS takes whole percents: what is enforced is what counts.
-        compute_milli: u64::try_from(compute).unwrap_or(u64::MAX).div_ceil(1000).saturating_mul(1000),
+        compute_milli: u64::try_from(compute).unwrap_or(u64::MAX),
         clients: 1,
     };
     if size.memory_bytes < LEAST_SHARE_MEMORY {

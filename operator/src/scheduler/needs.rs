@@ -7,7 +7,7 @@ use k8s_openapi::api::resource::v1::{CapacityRequirements, DeviceConstraint, Dev
 use kerf_crds::gpu_node::Sharing;
 use kerf_crds::requests::{MAX_DEVICES, too_many};
 use kerf_crds::{device, names};
-use kerf_planner::snapshot::{Capability, Constraint, ConstraintKind, DeviceNeed, Portion, Want};
+use kerf_planner::snapshot::{Capability, Constraint, ConstraintKind, DeviceNeed, Want};
 
 use super::claims;
 use super::filter::{Admitted, Filter};
@@ -51,19 +51,13 @@ type Answer = (Option<usize>, Admitted);
 type Groups = BTreeMap<Answer, BTreeSet<(usize, usize)>>;
 
 /// The want, with what the answer admits in addition.
-fn with(mut want: Want, (geometry, admitted): &Answer, share: Option<Portion>) -> Want {
+fn with(mut want: Want, (geometry, admitted): &Answer) -> Want {
     want.whole |= admitted.whole;
     if let Some(geometry) = *geometry {
         if !admitted.profiles.is_empty() {
             want.profiles.insert(geometry, admitted.profiles.clone());
         }
-        if let Some(portion) = share.filter(|_| admitted.share) {
-            want.shares.insert((geometry, None), portion);
-        }
-        for (&profile, &compute_milli) in &admitted.in_instances {
-            let of_instance = share.map(|portion| Portion { compute_milli, ..portion });
-            want.shares.extend(of_instance.map(|portion| ((geometry, Some(profile)), portion)));
-        }
+        want.shares.extend(admitted.shares.iter().map(|(&carrier, &portion)| ((geometry, carrier), portion)));
     }
     want
 }
@@ -188,13 +182,13 @@ impl Reader<'_> {
                 None => Err(format!("{}: DeviceClass {:?} does not exist", ask.path, ask.class)),
             };
         };
-        let filter = Filter::new(self.selectors, class, ask)?;
+        let filter = Filter::new(self.world, self.selectors, class, ask)?;
         let label = filter.label();
         // Where one GPU of each kind answers for all of them, and the answer is not about single GPUs.
         if !filter.individual {
             let kinds = || self.board.kinds.iter().copied();
             let groups = self.groups(&filter, kinds())?;
-            let want = self.one_for_all(&filter, &groups, kinds(), count, &label);
+            let want = self.one_for_all(&groups, kinds(), count, &label);
             if let Some(want) = want.filter(|want| want.gpus.is_none()) {
                 return Ok(vec![want]);
             }
@@ -204,12 +198,12 @@ impl Reader<'_> {
         if groups.is_empty() {
             return Ok(vec![Want { count, label, ..Want::default() }]);
         }
-        if let Some(want) = self.one_for_all(&filter, &groups, places(), count, &label) {
+        if let Some(want) = self.one_for_all(&groups, places(), count, &label) {
             return Ok(vec![want]);
         }
         let want = |(answer, gpus)| {
             let want = Want { count, label: label.clone(), gpus: Some(gpus), ..Want::default() };
-            with(want, &answer, filter.share)
+            with(want, &answer)
         };
         Ok(groups.into_iter().map(want).collect())
     }
@@ -220,7 +214,7 @@ impl Reader<'_> {
         let Some(class) = self.world.classes.get(ask.class) else {
             return Err(format!("{}: DeviceClass {:?} does not exist", ask.path, ask.class));
         };
-        let filter = Filter::new(self.selectors, class, ask)?;
+        let filter = Filter::new(self.world, self.selectors, class, ask)?;
         let label = filter.label();
         let mut by_node: BTreeMap<usize, BTreeSet<(usize, usize)>> = BTreeMap::new();
         for ((_, admitted), gpus) in self.groups(&filter, self.places())? {
@@ -313,7 +307,6 @@ impl Reader<'_> {
     /// it.
     fn one_for_all(
         &self,
-        filter: &Filter<'_>,
         groups: &Groups,
         mut places: impl Iterator<Item = (usize, usize)>,
         count: u32,
@@ -338,7 +331,7 @@ impl Reader<'_> {
         let told_by_geometry = places.all(|place| gpus.contains(&place) || of_geometry(place));
         let gpus = (!told_by_geometry).then_some(gpus);
         let want = Want { count, label: label.to_owned(), gpus, ..Want::default() };
-        Some(groups.keys().fold(want, |want, answer| with(want, answer, filter.share)))
+        Some(groups.keys().fold(want, with))
     }
 
     fn constraint(

@@ -231,25 +231,35 @@ fn ready(status: &GpuNodeStatus, device: &Partition, claim: &ClaimReference) -> 
     let free = |claims: &[ClaimReference], processes: u32| {
         claims.iter().all(|held| held == claim) && (processes == 0 || !claims.is_empty())
     };
-    if let Some(wanted) = &device.share {
-        return gpu.shares.iter().any(|share| {
-            share.id == wanted.id && share.problem.is_none() && share.claims.iter().all(|held| held == claim)
-        });
-    }
-    match &device.instance {
-        None => !gpu.mig.enabled && gpu.instances.is_empty() && free(&gpu.claims, gpu.processes),
-        Some(wanted) => {
-            gpu.mig.enabled
-                && gpu.instances.iter().any(|instance| {
-                    instance.placement == wanted.placement
-                        && kerf_crds::profile::same(&instance.profile, &wanted.profile)
-                        && instance.uuid.is_some()
-                        && !instance.foreign
-                        && instance.unhealthy.is_none()
-                        && free(&instance.claims, instance.processes)
-                })
+    let instance = device.instance.as_ref().map(|wanted| {
+        gpu.instances.iter().find(|instance| {
+            instance.placement == wanted.placement
+                && kerf_crds::profile::same(&instance.profile, &wanted.profile)
+                && instance.uuid.is_some()
+                && !instance.foreign
+                && instance.unhealthy.is_none()
+        })
+    });
+    let carrier_is_there = match instance {
+        None => !gpu.mig.enabled && gpu.instances.is_empty(),
+        Some(found) => gpu.mig.enabled && found.is_some(),
+    };
+    let placement = device.instance.as_ref().map(|wanted| wanted.placement);
+    carrier_is_there
+        && match (&device.share, instance.flatten()) {
+            // The same share may have been elsewhere on the GPU before.
+            (Some(wanted), _) => gpu.shares.iter().any(|share| {
+                share.id == wanted.id
+                    && share.placement == placement
+                    && share.problem.is_none()
+                    && share.claims.iter().all(|held| held == claim)
+            }),
+            (None, None) => free(&gpu.claims, gpu.processes),
+            (None, Some(instance)) => {
+                let carries = gpu.shares.iter().any(|share| share.placement == placement);
+                free(&instance.claims, instance.processes) && !carries
+            }
         }
-    }
 }
 
 /// Whether the device is prepared for a claim, or has processes.

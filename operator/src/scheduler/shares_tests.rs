@@ -16,7 +16,7 @@ use super::trouble::{self, Trouble};
 use super::views::Views;
 use super::{claims, placements, snapshot};
 use crate::cache::World;
-use crate::testing::{claim, claiming_pod, gated_pod, policy, sharing_gpu, sharing_pod, world};
+use crate::testing::{claim, claiming_pod, gated_pod, instance, policy, sharing_gpu, sharing_pod, world};
 
 fn decide_now(world: &World) -> Decision {
     decide(world, &Memory::default(), &Selectors::default(), Instant::now(), 0)
@@ -343,7 +343,7 @@ fn what_is_left_of_shares_in_an_instance_keeps_it_from_others() {
     world.replace_gpu_node(
         |node| {
             let gpu = &mut node.status.as_mut().unwrap().gpus[0];
-            gpu.instances = vec![crate::testing::instance("3g.40gb", 0)];
+            gpu.instances = vec![instance("3g.40gb", 0)];
             gpu.shares = vec![Share {
                 id: "left".into(),
                 placement: Some(gpu.instances[0].placement),
@@ -367,4 +367,199 @@ fn what_is_left_of_shares_in_an_instance_keeps_it_from_others() {
         ["fits 3g.40gb@0 10285 milli", "large 3g.40gb@4 10285 milli"],
         "10 GiB of it are free"
     );
+}
+
+/// The node's daemon has made what is on record.
+fn carry_out(world: &mut World) {
+    let made = |node: &mut kerf_crds::GpuNode| {
+        let status = node.status.as_mut().unwrap();
+        let geometry = status.geometries[0].clone();
+        let gpu = &mut status.gpus[0];
+        gpu.shares.clear();
+        for entry in &node.spec.partitions {
+            let Some(wanted) = &entry.instance else { continue };
+            if !gpu.instances.iter().any(|one| one.placement == wanted.placement) {
+                gpu.instances.push(instance(&wanted.profile, wanted.placement.start));
+            }
+            let Some(share) = &entry.share else { continue };
+            let profile = geometry.profile(&wanted.profile).unwrap();
+            gpu.shares.push(Share {
+                id: share.id.clone(),
+                placement: Some(wanted.placement),
+                memory_bytes: share.memory_bytes,
+                compute_percent: geometry.percent_of(profile, share.compute_milli.into()) as u32,
+                ..Share::default()
+            });
+        }
+        // The MPS server's.
+        for one in &mut gpu.instances {
+            one.processes = u32::from(gpu.shares.iter().any(|share| share.placement == Some(one.placement)));
+        }
+    };
+    world.replace_gpu_node(made, "n0");
+}
+
+#[test]
+fn a_share_of_an_instance_is_ready_where_it_is_wanted_and_its_instance_is_there() {
+    let mut world = sharing_instances("1Gi");
+    for name in ["a", "b", "c"] {
+        world = world.with_pod(sharing_pod(name, 10, 14));
+    }
+    commit(&mut world);
+    // The instance is not there yet, and it is one.
+    let board = snapshot::take(&world, &Views::of(&world), |_| true);
+    let gpu = &board.snapshot.nodes[0].gpus[0];
+    assert_eq!((gpu.instances.len(), gpu.shares.len()), (1, 3), "{gpu:?}");
+    let ready = |world: &World| {
+        let keys = placements::all(world);
+        let seen = keys.iter().map(|key| placements::look(world, &Memory::default(), key).observed);
+        seen.filter(|observed| observed.entry.as_ref().unwrap().ready).count()
+    };
+    assert_eq!(ready(&world), 0);
+    carry_out(&mut world);
+    assert_eq!(ready(&world), 3);
+    let mut but = |change: fn(&mut kerf_crds::gpu_node::Gpu)| {
+        let before = world.gpu_nodes.get("n0").unwrap().status.clone();
+        world.replace_gpu_node(|node| change(&mut node.status.as_mut().unwrap().gpus[0]), "n0");
+        let ready = ready(&world);
+        world.replace_gpu_node(|node| node.status = before, "n0");
+        ready
+    };
+    assert_eq!(but(|gpu| gpu.instances.clear()), 0);
+    assert_eq!(but(|gpu| gpu.instances[0].unhealthy = Some(Default::default())), 0);
+    // As reported of the place that it had before.
+    assert_eq!(but(|gpu| gpu.shares[0].placement.as_mut().unwrap().start ^= 4), 2);
+    assert_eq!(but(|gpu| gpu.shares[0].problem = Some(Default::default())), 2);
+
+    // What is not in use any more, and not taken down yet, is no whole instance.
+    let mut alone = sharing_instances("1Gi").with_pod(gated_pod("p", "nvidia.com/mig-3g.40gb", json!({})));
+    commit(&mut alone);
+    carry_out(&mut alone);
+    assert_eq!(ready(&alone), 1);
+    alone.replace_gpu_node(
+        |node| {
+            let gpu = &mut node.status.as_mut().unwrap().gpus[0];
+            let placement = Some(gpu.instances[0].placement);
+            gpu.shares = vec![Share { id: "left".into(), placement, ..Share::default() }];
+        },
+        "n0",
+    );
+    assert_eq!(ready(&alone), 0);
+}
+
+#[test]
+fn who_ends_makes_room_in_the_instance_and_the_last_leaves_it_to_anybody() {
+    let after = |ended: &[&str], late| {
+        let mut before = sharing_instances("1Gi");
+        let all = ["a", "b", "c"];
+        for name in all {
+            before = before.with_pod(sharing_pod(name, 10, 14));
+        }
+        commit(&mut before);
+        carry_out(&mut before);
+        let mut world = sharing_instances("1Gi");
+        let there = before.gpu_nodes.get("n0").unwrap();
+        let start = there.spec.partitions[0].instance.as_ref().unwrap().placement.start;
+        let (spec, status) = (there.spec.clone(), there.status.clone());
+        world.replace_gpu_node(|node| (node.spec, node.status) = (spec, status), "n0");
+        for name in all.into_iter().filter(|name| !ended.contains(name)) {
+            world = world.with_pod(sharing_pod(name, 10, 14));
+        }
+        // Those who are there no more leave the record, and then the hardware.
+        commit(&mut world);
+        assert_eq!(places(&world).len(), 3 - ended.len());
+        carry_out(&mut world);
+        let mut world = world.with_pod(late);
+        commit(&mut world);
+        let of_pod = places(&world).into_iter().find(|place| place.starts_with("late")).unwrap_or_default();
+        (of_pod, start)
+    };
+    let (place, start) = after(&[], sharing_pod("late", 10, 14));
+    assert_eq!(place, format!("late 3g.40gb@{} 14142 milli", 4 - start), "another instance is made");
+    let (place, start) = after(&["b"], sharing_pod("late", 10, 14));
+    assert_eq!(place, format!("late 3g.40gb@{start} 14142 milli"));
+    let alone = || gated_pod("late", "nvidia.com/mig-3g.40gb", json!({}));
+    let (place, start) = after(&["b"], alone());
+    assert_eq!(place, format!("late 3g.40gb@{}", 4 - start));
+    let (place, start) = after(&["a", "b", "c"], alone());
+    assert_eq!(place, format!("late 3g.40gb@{start}"), "the idle one, as it is");
+}
+
+#[test]
+fn claims_may_name_the_profile_that_their_share_is_to_be_in() {
+    let asks = |selector: &str| {
+        let devices = json!({"requests": [{"name": "r", "exactly": {
+            "deviceClassName": "share.kerf.dev",
+            "capacity": {"requests": {"memory": "5Gi", "compute": "12500m"}},
+            "selectors": [{"cel": {"expression": selector}}],
+        }}]});
+        let mut world = sharing_instances("1Gi");
+        let shares = json!({"gpus": "Allow", "instances": ["*"], "isolation": "Process"});
+        let mut any = policy("all", json!({"mig": {"mode": "Dynamic"}, "shares": shares}));
+        any.metadata.resource_version = Some("3".into());
+        world.policies.watch_applied(any);
+        let mut world = world.with_claim(claim("c", devices)).with_pod(claiming_pod("p", &["c"]));
+        let told = said(&commit(&mut world), "p");
+        (places(&world).concat(), told)
+    };
+    let attribute = |name: &str| format!("device.attributes[\"gpu.kerf.dev\"].{name}");
+    // 12.5 % of 98 multiprocessors are 43.75 % of 28, and MPS takes 44.
+    let (there, told) = asks(&format!("{} == \"2g.20gb\"", attribute("profile")));
+    assert!(there.starts_with("p 2g.20gb@") && there.ends_with(" 12571 milli"), "{there} {told}");
+    let (there, told) = asks(&format!("{} == \"driver\"", attribute("isolation")));
+    assert!(there.is_empty() && told.starts_with("NoSuchProfile: needs a share of 5Gi"), "{there} {told}");
+}
+
+#[test]
+fn of_a_stated_layout_the_instances_that_are_there_carry_shares() {
+    let of = |patterns: &[&str]| {
+        let mut world = sharing_instances("1Gi");
+        let mig =
+            json!({"mode": "Static", "layout": [{"profile": "3g.40gb", "start": 0}, {"profile": "1g.10gb"}]});
+        let shares = json!({"instances": patterns, "isolation": "Process"});
+        let mut stated = policy("all", json!({"mig": mig, "shares": shares}));
+        stated.metadata.resource_version = Some("3".into());
+        world.policies.watch_applied(stated);
+        // The layout is on record, and the daemon makes it.
+        commit(&mut world);
+        carry_out(&mut world);
+        for name in ["a", "b"] {
+            world = world.with_pod(sharing_pod(name, 10, 10));
+        }
+        commit(&mut world);
+        places(&world)
+    };
+    let there = ["a 3g.40gb@0 10285 milli", "b 3g.40gb@0 10285 milli"];
+    assert_eq!(of(&["3g.*"])[..2], there);
+    assert_eq!(of(&["3g.*"]).len(), 3, "and the 1g.10gb is the layout's still");
+    assert!(of(&["2g.*"]).iter().all(|place| place == "not a pod's"), "{:?}", of(&["2g.*"]));
+}
+
+#[test]
+fn a_carrier_takes_as_many_shares_as_the_policy_says_and_of_one_size_before_protocol_3() {
+    let starts = |world: &World| {
+        let all: Vec<String> =
+            places(world).iter().filter_map(|one| Some(one.split(' ').nth(1)?.to_owned())).collect();
+        (all.len(), all.into_iter().collect::<BTreeSet<_>>().len())
+    };
+    let mut equal = sharing_instances("1Gi");
+    equal.replace_gpu_node(
+        |node| node.status.as_mut().unwrap().gpus[0].sharing.as_mut().unwrap().equal_sizes = true,
+        "n0",
+    );
+    for (name, gib) in [("a", 10), ("b", 10), ("c", 11)] {
+        equal = equal.with_pod(sharing_pod(name, gib, 10));
+    }
+    commit(&mut equal);
+    assert_eq!(starts(&equal), (3, 2), "{:?}", places(&equal));
+    let mut few = sharing_instances("1Gi");
+    let shares = json!({"instances": ["3g.*"], "isolation": "Process", "maxPerGpu": 1});
+    let mut one_each = policy("all", json!({"mig": {"mode": "Dynamic"}, "shares": shares}));
+    one_each.metadata.resource_version = Some("3".into());
+    few.policies.watch_applied(one_each);
+    for name in ["a", "b", "c"] {
+        few = few.with_pod(sharing_pod(name, 10, 10));
+    }
+    commit(&mut few);
+    assert_eq!(starts(&few), (2, 2), "{:?}", places(&few));
 }

@@ -519,11 +519,14 @@ fn instances(
             exists: state == InstanceState::Taken || instance.uuid.is_some(),
         });
     }
+    let mut carriers: Vec<&gpu_node::WantedInstance> = Vec::new();
     for (partition, seen) in partitions.iter().zip(seen) {
         let Some(wanted) = &partition.instance else { continue };
-        if seen {
+        if seen || carriers.contains(&wanted) {
             continue;
         }
+        // Each of its shares has an entry, and it is one instance.
+        carriers.extend(partition.share.is_some().then_some(wanted));
         all.push(Instance {
             profile: profile(&wanted.profile),
             start: wanted.placement.start,

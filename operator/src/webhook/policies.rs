@@ -54,6 +54,7 @@ pub fn validate(spec: &PartitionPolicySpec, nodes: &[Arc<GpuNode>]) -> Verdict {
     let models = Models::of(spec, nodes);
     models.check_profiles(&spec.mig, &mut verdict);
     models.check_layout(&spec.mig, &mut verdict);
+    models.check_carriers(spec, &mut verdict);
     verdict
 }
 
@@ -62,7 +63,8 @@ fn check_shares(spec: &PartitionPolicySpec, denials: &mut Vec<Denial>) {
     if shares.gpus == SharesMode::Allow && spec.mig.mode == MigMode::Static {
         denials.push(Denial::invalid(
             field("gpus"),
-            "GPUs of a static layout are always cut, so they carry no shares; take mode Dynamic or Off, or Never here",
+            "GPUs of a static layout are always cut, so they carry no shares themselves; take mode Dynamic or Off, or Never \
+             here, and name the profiles whose instances may carry some in spec.shares.instances",
         ));
     }
     if !shares.instances.is_empty() && spec.mig.mode == MigMode::Off {
@@ -178,6 +180,29 @@ impl<'a> Models<'a> {
                     join(exist, ", ")
                 ));
             }
+        }
+    }
+
+    fn check_carriers(&self, spec: &PartitionPolicySpec, verdict: &mut Verdict) {
+        if self.geometries.is_empty() {
+            return;
+        }
+        let allowed = &spec.mig.allowed_profiles;
+        let is_allowed =
+            |name: &&str| allowed.is_empty() || allowed.iter().any(|one| one.matches_profile(name));
+        let profiles = self.geometries.values().flat_map(|geometry| &geometry.profiles);
+        let exist: BTreeSet<&str> = profiles.map(|one| one.name.as_str()).collect();
+        for (index, pattern) in spec.shares.instances.iter().enumerate() {
+            let matched: Vec<&str> =
+                exist.iter().copied().filter(|name| pattern.matches_profile(name)).collect();
+            let why = if matched.is_empty() {
+                format!("matches no profile of the GPUs known so far ({})", join(exist.clone(), ", "))
+            } else if !matched.iter().any(is_allowed) {
+                format!("matches only {}, which spec.mig.allowedProfiles leaves out", join(matched, ", "))
+            } else {
+                continue;
+            };
+            verdict.warnings.push(format!("spec.shares.instances[{index}]: '{}' {why}", pattern.0));
         }
     }
 

@@ -3,7 +3,7 @@ use std::collections::BTreeMap;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kerf_crds::{
     gpu_node::{Gpu, GpuNodeStatus, Profile},
-    partition_policy::{RestartableClients, WarmInstances},
+    partition_policy::{RestartableClients, SharesPolicy, WarmInstances},
     pattern::Pattern,
 };
 
@@ -203,4 +203,28 @@ fn shares_that_can_never_be_are_refused() {
     assert_eq!(field(inside, MigMode::Off), ["spec.shares.instances"]);
     let nonsense = serde_json::json!({"memoryReserve": "some", "isolation": "Hardware"});
     assert_eq!(field(nonsense, MigMode::Dynamic), ["spec.shares.isolation", "spec.shares.memoryReserve"]);
+}
+
+#[test]
+fn patterns_of_which_no_instance_with_shares_can_come_are_warned_of() {
+    let warnings = |pattern: &str, allowed: &[&str]| {
+        let shares = SharesPolicy {
+            instances: vec![pattern.into()],
+            isolation: Isolation::Process,
+            ..SharesPolicy::default()
+        };
+        let allowed_profiles = allowed.iter().map(|&pattern| pattern.into()).collect();
+        let mig = MigPolicy { allowed_profiles, ..MigPolicy::default() };
+        let verdict = validate(&PartitionPolicySpec { shares, ..policy(&[], mig) }, &nodes());
+        assert!(verdict.denials.is_empty(), "{:?}", verdict.denials);
+        verdict.warnings.join("; ")
+    };
+    assert_eq!(warnings("3g.*", &[]), "");
+    assert_eq!(warnings("3g.*", &["3g.40gb"]), "");
+    let none = warnings("5g.*", &[]);
+    assert!(none.starts_with("spec.shares.instances[0]: '5g.*' matches no profile"), "{none}");
+    assert_eq!(
+        warnings("3g.*", &["1g.*"]),
+        "spec.shares.instances[0]: '3g.*' matches only 3g.40gb, which spec.mig.allowedProfiles leaves out"
+    );
 }
