@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 
-use crate::gpu_node::{Geometry, Gpu, GpuNodeStatus, Profile};
+use crate::gpu_node::{Geometry, Gpu, GpuNodeStatus, Isolation, Profile};
 
 /// A device on a GPU.
 #[derive(Clone, Copy, Debug)]
@@ -17,6 +17,8 @@ pub enum Device<'a> {
     Instance(&'a Geometry, &'a Profile, Option<&'a str>),
     /// What shares of the GPU are parts of.
     Share,
+    /// What shares of an instance are parts of; as for the instance.
+    InstanceShare(&'a Geometry, &'a Profile, Option<&'a str>),
 }
 
 /// Value of an attribute.
@@ -45,7 +47,7 @@ pub mod attribute {
     pub const PRODUCT: &str = "productName";
     /// Architecture of the GPU, e.g. `Hopper`, where known.
     pub const ARCHITECTURE: &str = "architecture";
-    /// NVML's name of the profile; instances only.
+    /// NVML's name of the profile; instances and what their shares are parts of.
     pub const PROFILE: &str = "profile";
     /// Version of the GPU driver.
     pub const DRIVER_VERSION: &str = "driverVersion";
@@ -63,7 +65,7 @@ pub mod attribute {
 pub mod capacity {
     /// Memory in bytes.
     pub const MEMORY: &str = "memory";
-    /// Streaming multiprocessors; instances only.
+    /// Streaming multiprocessors; instances and what their shares are parts of.
     pub const MULTIPROCESSORS: &str = "multiprocessors";
     /// Percent of the whole GPU's multiprocessors, rounded down.
     pub const COMPUTE: &str = "compute";
@@ -88,7 +90,7 @@ pub fn attributes(status: &GpuNodeStatus, gpu: &Gpu, device: Device<'_>) -> BTre
     let kind = match device {
         Device::Gpu => "gpu",
         Device::Instance(..) => "mig",
-        Device::Share => "share",
+        Device::Share | Device::InstanceShare(..) => "share",
     };
     let mut all = BTreeMap::from([
         (attribute::TYPE, text(kind)),
@@ -100,16 +102,22 @@ pub fn attributes(status: &GpuNodeStatus, gpu: &Gpu, device: Device<'_>) -> BTre
         Device::Gpu => {
             all.insert(attribute::UUID, text(&gpu.uuid));
         }
-        Device::Instance(_, profile, uuid) => {
+        Device::Instance(_, profile, uuid) | Device::InstanceShare(_, profile, uuid) => {
             all.insert(attribute::PROFILE, text(&profile.name));
             if let Some(uuid) = uuid {
                 all.insert(attribute::UUID, text(uuid));
             }
         }
-        Device::Share => {
-            let isolation = gpu.sharing.as_ref().map(|sharing| sharing.isolation).unwrap_or_default();
-            all.insert(attribute::ISOLATION, text(isolation.word()));
-        }
+        Device::Share => {}
+    }
+    let isolation = match device {
+        Device::Gpu | Device::Instance(..) => None,
+        Device::Share => Some(gpu.sharing.as_ref().map(|sharing| sharing.isolation).unwrap_or_default()),
+        // The driver's limits do not reach into instances.
+        Device::InstanceShare(..) => Some(Isolation::Process),
+    };
+    if let Some(isolation) = isolation {
+        all.insert(attribute::ISOLATION, text(isolation.word()));
     }
     if let Some(version) = semantic_version(&status.driver_version) {
         all.insert(attribute::DRIVER_VERSION, Value::Version(version));
@@ -138,7 +146,7 @@ pub fn capacities(gpu: &Gpu, device: Device<'_>) -> BTreeMap<&'static str, u64> 
         Device::Gpu | Device::Share => {
             BTreeMap::from([(capacity::MEMORY, gpu.memory_bytes), (capacity::COMPUTE, 100)])
         }
-        Device::Instance(geometry, profile, _) => {
+        Device::Instance(geometry, profile, _) | Device::InstanceShare(geometry, profile, _) => {
             let multiprocessors = u64::from(profile.multiprocessors);
             let of_all = (100 * multiprocessors).checked_div(geometry.multiprocessors.into());
             BTreeMap::from([

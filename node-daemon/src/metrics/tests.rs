@@ -6,7 +6,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 use super::*;
-use crate::inventory::{ComputeMode, Gpu, Inventory};
+use crate::inventory::{ComputeMode, Gpu, Inventory, MpsState};
 use crate::prepared::{DeviceKey, Prepared, PreparedClaims, PreparedDevice};
 
 const GPU: &str = "GPU-3f2a9c1d-0000-4000-8000-000000000001";
@@ -49,7 +49,7 @@ fn publish(state: &NodeState, shares: &[Share]) {
         uuid: GPU.into(),
         memory_bytes: 80 << 30,
         compute_mode: Some(if up { ComputeMode::EXCLUSIVE_PROCESS } else { ComputeMode::DEFAULT }),
-        mps_server_up: up,
+        mps: MpsState { up, ..MpsState::default() },
         shares: shares.to_vec(),
         ..Gpu::default()
     });
@@ -116,12 +116,12 @@ fn series_of_shares_come_with_prepare_and_go_with_its_end() {
             .find(|(series, _)| series.starts_with("kerf_share_memory_used_bytes{"))
             .map(|one| one.1)
     };
-    state.metrics.uses(GPU, [("u".to_owned(), 5)].into());
+    state.metrics.uses(&DeviceKey::gpu(GPU), [("u".to_owned(), 5)].into());
     assert_eq!(used(&state), Some(5.0));
-    state.metrics.uses(GPU, [("other".to_owned(), 5)].into());
+    state.metrics.uses(&DeviceKey::gpu(GPU), [("other".to_owned(), 5)].into());
     assert_eq!(used(&state), Some(0.0), "the pod has no process");
     let long_ago = Instant::now().checked_sub(KNOWN).unwrap();
-    state.metrics.used.lock().unwrap().get_mut(GPU).unwrap().at = long_ago;
+    state.metrics.used.lock().unwrap().get_mut(&DeviceKey::gpu(GPU)).unwrap().at = long_ago;
     assert_eq!(used(&state), None, "nobody has asked for long");
     let mode = format!("kerf_gpu_compute_mode{{gpu=\"{GPU}\",mode=\"EXCLUSIVE_PROCESS\"}}");
     assert_eq!(value(&text, &mode), Some(1.0));
@@ -148,7 +148,7 @@ fn what_happens_is_counted() {
     state.metrics.mig_step(&step::Step::EnableMig, true);
     state.metrics.mig_step(&step::Step::EnableMig, false);
     state.metrics.mig_step(&step::Step::EnableMig, false);
-    state.metrics.share_step(&shares::Step::CreateServer, true);
+    state.metrics.share_step(&shares::Step::CreateServer { device: GPU.into() }, true);
     state.metrics.prepare(true, Duration::from_millis(30));
     state.metrics.ended(GPU, true);
     let text = text_of(&state);

@@ -1,10 +1,12 @@
+use std::sync::Arc;
+
 use kerf_crds::gpu_node::{
-    ClaimOwner, DesiredGpu, DesiredMig, Isolation, Owner, PodReference, Sharing, WantedInstance,
+    DesiredGpu, DesiredMig, Geometry, Isolation, Owner, PodReference, Profile, Sharing, WantedInstance,
 };
 use proptest::prelude::*;
 
 use super::*;
-use crate::inventory::Process;
+use crate::inventory::{ComputeInstance, Gpu, Instance, MpsState, Process};
 use crate::mps::Said;
 use crate::prepared::{Prepared, PreparedDevice};
 
@@ -23,21 +25,29 @@ fn share(number: u32, gib: u64, percent: u32) -> WantedShare {
     }
 }
 
-fn partition(share: WantedShare) -> Partition {
-    let owner = ClaimOwner {
-        namespace: "ns".into(),
-        name: share.id.clone(),
-        pod: "pod".into(),
-        pod_uid: share.id.clone(),
-        request: "r".into(),
-    };
-    Partition { gpu: "GPU-1".into(), instance: None, share: Some(share), owner: Owner::Claim(owner) }
+/// Where the instance is that carries shares.
+const PLACE: Placement = Placement { start: 4, size: 4 };
+
+const PROFILE: &str = "3g.40gb";
+
+/// The instance, of 42 of the GPU's 98 multiprocessors.
+fn instance() -> Instance {
+    Instance {
+        profile: PROFILE.into(),
+        profile_id: 9,
+        placement: PLACE,
+        gpu_instance_id: 2,
+        compute_instances: vec![ComputeInstance { id: 0, full_width: true, uuid: "MIG-1".into() }],
+        ..Instance::default()
+    }
 }
 
-/// A GPU and what carries its shares, as the steps change it.
+/// A GPU, and what carries its shares or those of an instance of it, as the steps change it.
 #[derive(Clone, Debug)]
 struct World {
     gpu: Gpu,
+    /// Of the carrier.
+    placement: Option<Placement>,
     prepared: PreparedClaims,
     protocol: Protocol,
     pod: Option<ServerPod>,
@@ -49,6 +59,29 @@ struct World {
 }
 
 impl World {
+    /// Whose shares are of an instance.
+    fn of_instance(protocol: Protocol) -> Self {
+        let mut world = Self::new(protocol);
+        world.gpu.mig.enabled = true;
+        let profile = Profile {
+            name: PROFILE.into(),
+            id: 9,
+            memory_bytes: 40 * GIB,
+            multiprocessors: 42,
+            ..Profile::default()
+        };
+        let geometry = Geometry { multiprocessors: 98, profiles: vec![profile], ..Geometry::default() };
+        world.gpu.geometry = Some(Arc::new(geometry));
+        world.gpu.instances = vec![instance()];
+        world.placement = Some(PLACE);
+        world
+    }
+
+    /// One whose shares are of the GPU, and one of an instance.
+    fn both(protocol: Protocol) -> [Self; 2] {
+        [Self::new(protocol), Self::of_instance(protocol)]
+    }
+
     fn new(protocol: Protocol) -> Self {
         let sharing =
             Sharing { isolation: Isolation::Driver, max_clients: 48, equal_sizes: protocol == Protocol::V2 };
@@ -62,6 +95,7 @@ impl World {
         };
         Self {
             gpu,
+            placement: None,
             prepared: PreparedClaims::new(),
             protocol,
             pod: None,
@@ -82,13 +116,45 @@ impl World {
             unhealthy_effect: Default::default(),
             max_concurrent_gpus: 16,
         };
-        let partitions: Vec<Partition> = shares.iter().cloned().map(partition).collect();
+        let partitions: Vec<Partition> = shares.iter().map(|share| self.partition(share)).collect();
         due(Desired { gpu: Some(&entry), partitions: &partitions }, self.observed())
+    }
+
+    fn partition(&self, share: &WantedShare) -> Partition {
+        let owner = ClaimOwner {
+            namespace: "ns".into(),
+            name: share.id.clone(),
+            pod: "pod".into(),
+            pod_uid: share.id.clone(),
+            request: "r".into(),
+        };
+        let instance = self.placement.map(|placement| WantedInstance { profile: PROFILE.into(), placement });
+        Partition { gpu: "GPU-1".into(), instance, share: Some(share.clone()), owner: Owner::Claim(owner) }
+    }
+
+    fn carrier(&self) -> Carrier<'_> {
+        Carrier { gpu: &self.gpu, placement: self.placement }
+    }
+
+    /// What NVML shows of it.
+    fn on_it(&mut self) -> (&mut Vec<Process>, &mut MpsState) {
+        match self.placement.map(|placement| self.gpu.instance_at(placement).is_some()) {
+            Some(true) => {
+                let instance = self.gpu.instances.iter_mut().find(|one| one.placement == PLACE).unwrap();
+                (&mut instance.processes, &mut instance.mps)
+            }
+            _ => (&mut self.gpu.processes, &mut self.gpu.mps),
+        }
+    }
+
+    /// Nobody gets past the server; inside an instance nobody sees to that.
+    fn is_taken(&self) -> bool {
+        self.placement.is_some() || self.gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS)
     }
 
     fn observed(&self) -> Observed<'_> {
         Observed {
-            gpu: &self.gpu,
+            carrier: self.carrier(),
             prepared: &self.prepared,
             protocol: self.protocol,
             pod: self.pod.as_ref(),
@@ -105,6 +171,7 @@ impl World {
             |limits: &Limits| Said { memory: limits.memory_text(), percent: limits.percent.to_string() };
         match step {
             Step::TakeComputeMode => {
+                assert!(self.placement.is_none() && !self.gpu.mig.enabled);
                 self.before = self.before.or(self.gpu.compute_mode);
                 self.gpu.compute_mode = Some(ComputeMode::EXCLUSIVE_PROCESS);
             }
@@ -113,14 +180,16 @@ impl World {
                 self.before = None;
             }
             Step::WriteConfig(text) => self.config = Some(text.clone()),
-            Step::CreatePod(form) => {
-                assert!(self.pod.is_none() && self.gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS));
+            Step::CreatePod { form, device } => {
+                assert!(self.pod.is_none() && self.is_taken());
+                assert_eq!(self.carrier().present().expect("it is there").uuid, device);
                 self.pods_made += 1;
                 let uid = self.pods_made.to_string();
                 self.pod = Some(ServerPod {
                     name: "mps".into(),
                     uid,
                     form: form.to_string(),
+                    device: device.clone(),
                     ..ServerPod::default()
                 });
                 // A control daemon that begins with a file has everything that is in it.
@@ -134,7 +203,7 @@ impl World {
                 self.mps = Seen { sockets, ..mps };
             }
             Step::DeletePod(_) | Step::ReplacePod(_) => (self.pod, self.mps) = (None, Seen::default()),
-            Step::CreateServer => self.mps.server = Server::Ready,
+            Step::CreateServer { .. } => self.mps.server = Server::Ready,
             Step::DeleteServer => self.mps = Seen::default(),
             Step::CreateNamespace(name, limits) | Step::SetNamespace(name, limits) => {
                 self.mps.limits.insert(name.clone(), said(limits));
@@ -182,8 +251,8 @@ impl World {
         let device = PreparedDevice {
             request: "r".into(),
             device: "d".into(),
-            key: DeviceKey::share("GPU-1", &share.id),
-            uuid: "GPU-1".into(),
+            key: self.carrier().key().with_share(&share.id),
+            uuid: self.carrier().present().map(|present| present.uuid.to_owned()).unwrap_or_default(),
             cdi: vec![],
             share: Some(share.clone()),
         };
@@ -195,14 +264,14 @@ impl World {
             let name = namespace_of(self.protocol, &share.id);
             self.mps.clients.entry(name).or_default().push(77);
             let pod_uid = Some(share.id.clone());
-            self.gpu.mps_clients.push(Process { pid: 77, comm: "train".into(), pod_uid });
+            self.on_it().1.clients.push(Process { pid: 77, comm: "train".into(), pod_uid });
         }
     }
 
     fn release(&mut self) {
         self.prepared.clear();
         self.mps.clients.clear();
-        self.gpu.mps_clients.clear();
+        self.on_it().1.clients.clear();
     }
 
     fn in_force(&self, shares: &[WantedShare]) -> Vec<String> {
@@ -295,12 +364,11 @@ fn what_can_be_no_share_is_named() {
         assert_eq!(world.problem(&shares, &other.id), reason, "{other:?}");
         assert_eq!(world.in_force(&shares), [id(1)], "its neighbour is carried all the same");
     }
-    let entry = Partition {
-        instance: Some(WantedInstance { profile: "3g.40gb".into(), placement: Default::default() }),
-        ..partition(share(3, 5, 5))
-    };
+    let entry = world.partition(&good);
     let found = due(Desired { gpu: None, partitions: &[entry] }, world.observed());
-    assert_eq!(found.shares[0].problem.as_ref().unwrap().reason, problem_reason::SHARING_UNAVAILABLE);
+    assert_eq!(found.shares[0].problem.as_ref().unwrap().reason, problem_reason::GPU_NOT_LISTED);
+    world.gpu.sharing = None;
+    assert_eq!(world.problem(std::slice::from_ref(&good), &id(1)), problem_reason::SHARING_UNAVAILABLE);
     world = World::new(Protocol::V3);
     world.gpu.mig.enabled = true;
     assert_eq!(world.problem(std::slice::from_ref(&good), &id(1)), problem_reason::MIG_ON);
@@ -327,12 +395,12 @@ fn prepared_claims_get_another_pod_when_the_driver_speaks_another_protocol() {
         // The pod's control daemon is talked to in words that it does not have.
         world.protocol = after;
         world.mps = Seen { server: Server::Silent("no answer".into()), ..Seen::default() };
-        world.gpu.mps_clients = vec![Process { pid: 7, ..Process::default() }];
+        world.on_it().1.clients = vec![Process { pid: 7, ..Process::default() }];
         while let Some(step @ Step::WriteConfig(_)) = next_step_of(&world, &shares) {
             world.apply(&step);
         }
         assert!(world.due(&shares).blocked.unwrap().message.contains("pid 7"), "a client that lives");
-        world.gpu.mps_clients.clear();
+        world.on_it().1.clients.clear();
         let step = next_step_of(&world, &shares).unwrap();
         assert!(
             matches!(step, Step::ReplacePod(_))
@@ -425,7 +493,8 @@ fn a_server_that_hangs_is_replaced_after_a_while_whoever_is_in_it() {
         assert!(matches!(step, Step::ReplacePod(_)), "{step}");
         assert!(step.users()(&world.prepared, &DeviceKey::gpu("GPU-1")).is_empty(), "also while prepared");
         world.apply(&step);
-        (world.hangs, world.gpu.mps_clients) = (0, Vec::new());
+        world.hangs = 0;
+        world.on_it().1.clients.clear();
         world.settle(&shares);
         assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 2));
     }
@@ -468,7 +537,7 @@ fn servers_that_end_are_made_again_whatever_is_prepared() {
     assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 3));
     world.pod.as_mut().unwrap().ended = true;
     let step = world.due(&shares).steps.remove(0);
-    assert!(matches!(&step, Step::DeletePod(_)) && step.disturbs("GPU-1").is_none());
+    assert!(matches!(&step, Step::DeletePod(_)) && step.disturbs(&DeviceKey::gpu("GPU-1")).is_none());
     world.settle(&shares);
     assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 4));
     world.prepared.clear();
@@ -583,7 +652,7 @@ proptest! {
                     prop_assert!(held.iter().all(|id| namespace(id) != *name) && !world.mps.clients.contains_key(name));
                 }
                 Step::DeleteServer => prop_assert!(world.mps.server == Server::Exited),
-                Step::CreatePod(_) => {
+                Step::CreatePod { .. } => {
                     prop_assert!(world.gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS) && world.pod.is_none());
                 }
                 _ => {}

@@ -150,11 +150,12 @@ fn clients_are_one_for_each_pod_and_one_for_all_others() {
 
 #[test]
 fn what_carried_shares_counts_as_a_process_until_it_has_gone() {
-    let mut gpu = Gpu { carries: true, ..Gpu::default() };
+    let mut gpu = Gpu::default();
+    gpu.mps.there = true;
     let processes =
         |gpu: &Gpu| built(&inventory(vec![gpu.clone()]), &BTreeMap::new()).gpus.remove(0).processes;
     assert_eq!(processes(&gpu), 1, "or the operator would give the whole GPU away");
-    gpu.carries = false;
+    gpu.mps.there = false;
     assert_eq!(processes(&gpu), 0);
 }
 

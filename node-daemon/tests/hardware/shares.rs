@@ -74,12 +74,12 @@ impl Cgroups {
     }
 }
 
-/// What runs, by the GPU; with the test, all of it ends.
+/// What runs, by carrier; with the test, all of it ends.
 #[derive(Default)]
-struct Running(Mutex<BTreeMap<String, (NewServer, Child)>>);
+struct Running(Mutex<BTreeMap<DeviceKey, (NewServer, Child)>>);
 
 impl Running {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, (NewServer, Child)>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<DeviceKey, (NewServer, Child)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -128,43 +128,45 @@ impl Servers {
                 let mut made = self.made.lock().unwrap();
                 *made += 1;
                 let pod = ServerPod {
-                    name: format!("mps-{}", new.gpu),
+                    name: format!("mps-{}", new.name),
+                    device: new.device.clone(),
                     uid: made.to_string(),
                     form: new.form.clone(),
                     ..ServerPod::default()
                 };
-                self.seen.send_modify(|pods| _ = pods.get_or_insert_default().insert(new.uuid.clone(), pod));
-                self.running.lock().insert(new.uuid.clone(), (new, child));
+                self.seen
+                    .send_modify(|pods| _ = pods.get_or_insert_default().insert(new.carrier.clone(), pod));
+                self.running.lock().insert(new.carrier.clone(), (new, child));
             }
             Order::Delete(pod) => {
-                let gpu = self.seen.borrow().as_ref().and_then(|pods| {
-                    pods.iter().find(|(_, known)| known.uid == pod.uid).map(|(gpu, _)| gpu.clone())
+                let carrier = self.seen.borrow().as_ref().and_then(|pods| {
+                    pods.iter().find(|(_, known)| known.uid == pod.uid).map(|(carrier, _)| carrier.clone())
                 });
-                let Some(gpu) = gpu else { return };
-                if let Some((_, child)) = self.running.lock().remove(&gpu) {
+                let Some(carrier) = carrier else { return };
+                if let Some((_, child)) = self.running.lock().remove(&carrier) {
                     stop(child);
                 }
-                self.seen.send_modify(|pods| _ = pods.get_or_insert_default().remove(&gpu));
+                self.seen.send_modify(|pods| _ = pods.get_or_insert_default().remove(&carrier));
             }
         }
     }
 
     /// Kills everything in a container, which is then started again.
-    fn crash(&self, gpu: &str) {
-        let new = self.pause(gpu);
+    fn crash(&self, carrier: &DeviceKey) {
+        let new = self.pause(carrier);
         self.resume(new);
     }
 
     /// Kills everything in a container, which does not start again before it is resumed.
-    fn pause(&self, gpu: &str) -> NewServer {
-        let (new, child) = self.running.lock().remove(gpu).expect("runs");
+    fn pause(&self, carrier: &DeviceKey) -> NewServer {
+        let (new, child) = self.running.lock().remove(carrier).expect("runs");
         stop(child);
         new
     }
 
     fn resume(&self, new: NewServer) {
         let child = self.spawn(&new);
-        self.running.lock().insert(new.uuid.clone(), (new, child));
+        self.running.lock().insert(new.carrier.clone(), (new, child));
     }
 
     fn made(&self) -> u32 {
@@ -378,7 +380,7 @@ async fn shares_outlive_the_daemon_and_a_server_that_is_killed_has_them_at_once(
     drop(daemon);
     assert!(program.0.try_wait().unwrap().is_none());
     // Nobody is there to give a server its namespaces again.
-    shared.servers.crash(&gpu.uuid);
+    shared.servers.crash(&DeviceKey::gpu(&gpu.uuid));
     eventually("the program was told", || program.0.try_wait().unwrap().is_some()).await;
     // Who comes before the server gets past it.
     eventually("a server", || shared.run_control(&gpu, &["server", "get", "kerf", "status"]) == "Ready\n")
@@ -419,7 +421,7 @@ async fn before_protocol_3_shares_are_of_one_size_and_no_server_is_without_limit
     let seen = all_in_force(&daemon, &[&a, &b]).await;
     assert_eq!(find(&seen, &other).problem.as_ref().unwrap().reason, problem_reason::SIZES_DIFFER);
     assert_eq!(shared.run(&gpu, Some(&a), &["--allocate", "11Gi", "--seconds", "0"]).0, Some(4));
-    shared.servers.crash(&gpu.uuid);
+    shared.servers.crash(&DeviceKey::gpu(&gpu.uuid));
     eventually("the limits hold", || {
         let run = |size| shared.run(&gpu, Some(&a), &["--allocate", size, "--seconds", "0"]).0;
         eprintln!(
@@ -460,7 +462,7 @@ async fn a_server_that_hangs_is_replaced() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_control_daemon_that_hangs_is_replaced() {
-    hang(580, |shared, gpu| shared.servers.running.lock()[&gpu.uuid].1.id()).await;
+    hang(580, |shared, gpu| shared.servers.running.lock()[&DeviceKey::gpu(&gpu.uuid)].1.id()).await;
 }
 
 /// What is found so is stopped while a program is in a share.
@@ -537,7 +539,7 @@ async fn a_gpu_that_somebody_else_hands_out_keeps_no_server_that_nobody_uses() {
         shared.servers.running.lock().is_empty() && shared.mode() == ComputeMode::DEFAULT.0
     })
     .await;
-    let seen = daemon.until("the GPU let go", |seen| !seen.gpus[0].carries).await;
+    let seen = daemon.until("the GPU let go", |seen| !seen.gpus[0].mps.there).await;
     assert!(in_force(&seen.gpus[0]).is_empty());
     daemon.verdicts.send_replace(Some(None));
     all_in_force(&daemon, &[&a]).await;
@@ -651,7 +653,7 @@ async fn without_the_driver_what_a_pod_has_too_much_is_ended_and_nothing_else() 
     }
 
     // While no server runs, a process gets past MPS. It does not stay, and the server comes back.
-    let paused = shared.servers.pause(&gpu.uuid);
+    let paused = shared.servers.pause(&DeviceKey::gpu(&gpu.uuid));
     drop((small, neighbour));
     let mut past = start(&pod, None, "30Gi");
     loop {

@@ -385,12 +385,12 @@ fn a_whole_gpu_waits_until_nothing_is_left_of_what_carried_its_shares() {
     let mut case = good();
     case.claim = claim("u", &[("r", "gpu-11111111")]);
     case.spec = spec(vec![partition("u", "r", None)]);
-    case.inventory.gpus[1].carries = true;
+    case.inventory.gpus[1].mps.there = true;
     let error = case.authorize().unwrap_err();
     assert!(matches!(error, PrepareError::CarriesShares { .. }) && error.may_pass(), "{error}");
-    case.inventory.gpus[1].carries = false;
+    case.inventory.gpus[1].mps.there = false;
     assert_eq!(case.authorize().unwrap().len(), 1);
     let mut beside = shared();
-    beside.inventory.gpus[1].carries = true;
+    beside.inventory.gpus[1].mps.there = true;
     assert!(beside.authorize().is_ok(), "its shares do not wait");
 }
