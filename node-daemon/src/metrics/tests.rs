@@ -1,12 +1,12 @@
 use std::collections::BTreeSet;
 
 use kerf_crds::conditions::problem_reason;
-use kerf_crds::gpu_node::{ClaimReference, Isolation, PodReference, Reason, Share, WantedShare};
+use kerf_crds::gpu_node::{ClaimReference, Isolation, Placement, PodReference, Reason, Share, WantedShare};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 use super::*;
-use crate::inventory::{ComputeMode, Gpu, Inventory, MpsState};
+use crate::inventory::{ComputeMode, Gpu, Instance, Inventory, MpsState};
 use crate::prepared::{DeviceKey, Prepared, PreparedClaims, PreparedDevice};
 
 const GPU: &str = "GPU-3f2a9c1d-0000-4000-8000-000000000001";
@@ -98,7 +98,7 @@ fn series_of_shares_come_with_prepare_and_go_with_its_end() {
     let text = text_of(&state);
     let of = |name: &str| {
         let labels = "namespace=\"team-a\",pod=\"train\",claim=\"claim-a\",isolation=\"driver\"";
-        value(&text, &format!("{name}{{gpu=\"{GPU}\",share=\"a\",{labels}}}"))
+        value(&text, &format!("{name}{{gpu=\"{GPU}\",placement=\"\",share=\"a\",{labels}}}"))
     };
     assert_eq!(of("kerf_share_memory_limit_bytes"), Some(f64::from(12) * (1u64 << 30) as f64), "{text}");
     assert_eq!(of("kerf_share_compute_limit_percent"), Some(30.0));
@@ -140,6 +140,39 @@ fn series_of_shares_come_with_prepare_and_go_with_its_end() {
     let gone = text_of(&state);
     assert!(!gone.contains("share=\"") && !gone.contains("EXCLUSIVE_PROCESS"), "{gone}");
     assert!(!samples(&gone).iter().any(|(series, _)| series.starts_with("kerf_gpu_mps_server_up")));
+}
+
+#[test]
+fn shares_of_an_instance_have_its_place() {
+    let state = state();
+    let placement = Placement { start: 4, size: 4 };
+    let mps = MpsState { up: true, ..MpsState::default() };
+    state.publish_gpu(Gpu {
+        uuid: GPU.into(),
+        instances: vec![Instance { placement, mps, ..Instance::default() }, Instance::default()],
+        shares: vec![Share { placement: Some(placement), ..share("a") }],
+        ..Gpu::default()
+    });
+    let mut prepared = record("a");
+    let carrier = DeviceKey::instance(GPU, placement);
+    prepared.devices[0].key = carrier.clone().with_share("a");
+    state.prepared.record(prepared).unwrap();
+    state.metrics.uses(&DeviceKey::gpu(GPU), [("u".to_owned(), 7)].into());
+    state.metrics.uses(&carrier, [("u".to_owned(), 5)].into());
+    let text = text_of(&state);
+    assert_eq!(
+        value(&text, &format!("kerf_mig_mps_server_up{{gpu=\"{GPU}\",placement=\"4:4\"}}")),
+        Some(1.0)
+    );
+    assert_eq!(text.matches("mps_server_up{").count(), 1, "of the GPU there is none: {text}");
+    let used = samples(&text).into_iter().find(|(series, _)| {
+        series.starts_with("kerf_share_memory_used_bytes{") && series.contains("placement=\"4:4\"")
+    });
+    assert_eq!(
+        used.map(|(_, bytes)| bytes),
+        Some(5.0),
+        "what the pod has elsewhere on the GPU does not count"
+    );
 }
 
 #[test]

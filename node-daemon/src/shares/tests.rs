@@ -25,6 +25,17 @@ fn share(number: u32, gib: u64, percent: u32) -> WantedShare {
     }
 }
 
+fn entry() -> DesiredGpu {
+    DesiredGpu {
+        uuid: "GPU-1".into(),
+        policy: "p".into(),
+        mig: DesiredMig::Keep,
+        allow_reset: false,
+        unhealthy_effect: Default::default(),
+        max_concurrent_gpus: 16,
+    }
+}
+
 /// Where the instance is that carries shares.
 const PLACE: Placement = Placement { start: 4, size: 4 };
 
@@ -108,14 +119,7 @@ impl World {
     }
 
     fn due(&self, shares: &[WantedShare]) -> Due {
-        let entry = DesiredGpu {
-            uuid: "GPU-1".into(),
-            policy: "p".into(),
-            mig: DesiredMig::Disabled,
-            allow_reset: false,
-            unhealthy_effect: Default::default(),
-            max_concurrent_gpus: 16,
-        };
+        let entry = entry();
         let partitions: Vec<Partition> = shares.iter().map(|share| self.partition(share)).collect();
         due(Desired { gpu: Some(&entry), partitions: &partitions }, self.observed())
     }
@@ -246,6 +250,13 @@ impl World {
         panic!("no end of steps: {:?}", self.due(shares));
     }
 
+    /// Only the file is written.
+    fn apply_config(&mut self, shares: &[WantedShare]) {
+        while let Some(step @ Step::WriteConfig(_)) = next_step_of(self, shares) {
+            self.apply(&step);
+        }
+    }
+
     /// A claim of the share, and a process in it.
     fn use_share(&mut self, share: &WantedShare, with_process: bool) {
         let device = PreparedDevice {
@@ -325,6 +336,167 @@ fn shares_come_and_go_step_by_step() {
 }
 
 #[test]
+fn shares_of_an_instance_come_and_go_and_its_gpu_keeps_its_compute_mode() {
+    let mut world = World::of_instance(Protocol::V3);
+    let wanted = [share(1, 10, 10), share(2, 20, 30)];
+    let mut seen = Vec::new();
+    while let Some(step) = next_step_of(&world, &wanted) {
+        world.apply(&step);
+        seen.push(step.to_string());
+    }
+    assert_eq!(
+        seen,
+        ["write the configuration of the MPS server", "make the pod of the MPS server (protocol 3)"]
+    );
+    assert!(world.config.as_ref().unwrap().contains("allowed_devices = \"MIG-1\""));
+    let reports = world.due(&wanted).shares;
+    assert!(reports.iter().all(|share| share.problem.is_none()), "{reports:?}");
+    // 10 and 30 % of the GPU's 98 multiprocessors are 23.3 and 70 % of the instance's 42.
+    assert_eq!(reports.iter().map(|share| share.compute_percent).collect::<Vec<_>>(), [24, 70]);
+    for report in reports {
+        assert_eq!((report.placement, report.isolation), (Some(PLACE), Isolation::Process));
+    }
+    world.use_share(&wanted[1], true);
+    let due = world.due(&wanted);
+    assert_eq!((due.shares[0].processes, due.shares[1].processes), (0, 1));
+    world.settle(&[]);
+    assert_eq!(world.in_force(&[]), [id(2)], "in use");
+    assert_eq!(world.due(&[]).blocked.unwrap().reason, problem_reason::IN_USE);
+    world.release();
+    assert_eq!(world.settle(&[]), 1, "the pod");
+    assert_eq!((&world.pod, world.gpu.compute_mode), (&None, Some(ComputeMode::DEFAULT)));
+    assert!(!world.due(&[]).carries);
+}
+
+#[test]
+fn a_share_of_an_instance_waits_for_it_and_fits_into_it() {
+    type Change = fn(&mut World, &mut WantedShare);
+    let cases: [(&str, Change); 8] = [
+        (problem_reason::MPS_NOT_READY, |world, _| world.gpu.instances.clear()),
+        (problem_reason::MPS_NOT_READY, |world, _| world.gpu.instances[0].compute_instances.clear()),
+        (problem_reason::MPS_NOT_READY, |world, _| world.gpu.instances[0].profile = "4g.40gb".into()),
+        (problem_reason::MIG_OFF, |world, _| {
+            world.gpu.mig.enabled = false;
+            world.gpu.instances.clear();
+        }),
+        (problem_reason::BAD_SHARE, |_, share| share.memory_bytes = 41 * GIB),
+        (problem_reason::BAD_SHARE, |_, share| share.compute_milli = 43_001),
+        (problem_reason::ISOLATION_UNAVAILABLE, |_, share| share.isolation = Isolation::Driver),
+        ("Xid95", |world, _| {
+            world.gpu.instances[0].unhealthy =
+                Some(Reason { reason: "Xid95".into(), message: String::new() });
+        }),
+    ];
+    for (reason, change) in cases {
+        let (mut world, mut wanted) = (World::of_instance(Protocol::V3), share(1, 40, 43));
+        let good = wanted.clone();
+        change(&mut world, &mut wanted);
+        assert_eq!(world.problem(std::slice::from_ref(&wanted), &id(1)), reason, "{wanted:?}");
+        assert_eq!(world.due(&[wanted]).steps, [], "no server before there is what it serves");
+        let mut world = World::of_instance(Protocol::V3);
+        world.settle(std::slice::from_ref(&good));
+        assert_eq!(world.due(&[good]).shares[0].compute_percent, 100);
+    }
+}
+
+#[test]
+fn what_a_claim_has_all_of_carries_no_shares() {
+    for mut world in World::both(Protocol::V3) {
+        let shares = [share(1, 5, 5)];
+        let whole = Partition { share: None, ..world.partition(&share(9, 1, 1)) };
+        let with_whole = |world: &World| {
+            let partitions = [world.partition(&shares[0]), whole.clone()];
+            due(Desired { gpu: Some(&entry()), partitions: &partitions }, world.observed())
+        };
+        let found = with_whole(&world);
+        assert_eq!(found.shares[0].problem.as_ref().unwrap().reason, problem_reason::OVERLAP);
+        assert!(found.steps.is_empty() && !found.carries);
+        // What nobody has yet gives way; what somebody has stays, and the other claim waits.
+        world.settle(&shares);
+        assert!(matches!(with_whole(&world).steps[..], [Step::DeletePod(_)]));
+        world.use_share(&shares[0], false);
+        let found = with_whole(&world);
+        assert_eq!((found.steps, &found.shares[0].problem), (vec![], &None));
+        // A claim that has all of it is not disturbed.
+        world.release();
+        world.settle(&[]);
+        world.use_share(&shares[0], false);
+        let all = world.carrier().key();
+        let device = &mut world.prepared.values_mut().next().unwrap().devices[0];
+        (device.key, device.share) = (all, None);
+        let due = world.due(&shares);
+        assert!(due.steps.is_empty() && due.blocked.unwrap().reason == problem_reason::IN_USE);
+    }
+}
+
+#[test]
+fn an_instance_that_is_made_again_gets_another_server() {
+    for protocol in [Protocol::V2, Protocol::V3] {
+        let shares = [share(1, 10, 10)];
+        let mut world = World::of_instance(protocol);
+        world.settle(&shares);
+        world.use_share(&shares[0], false);
+        // Booted: its server was started anew, and finds nothing.
+        world.gpu.instances.clear();
+        world.mps = Seen::default();
+        let step = next_step_of(&world, &shares).expect("it will not find what comes later");
+        assert!(matches!(step, Step::ReplacePod(_)), "{step}");
+        assert!(step.users()(&world.prepared, &world.carrier().key()).is_empty(), "whatever is prepared");
+        world.apply(&step);
+        let due = world.due(&shares);
+        assert!(due.steps.is_empty() && due.waits && due.carries);
+        assert_eq!(world.problem(&shares, &id(1)), problem_reason::MPS_NOT_READY);
+        world.gpu.instances = vec![instance()];
+        world.gpu.instances[0].compute_instances[0].uuid = "MIG-2".into();
+        world.settle(&shares);
+        assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 2));
+        // Under another UUID before anybody looked: what it served is not there any more.
+        world.gpu.instances[0].compute_instances[0].uuid = "MIG-3".into();
+        world.mps.clients.insert("other".into(), vec![9]);
+        world.apply_config(&shares);
+        assert!(world.due(&shares).blocked.unwrap().message.contains("pid 9"), "a client that lives");
+        world.mps.clients.clear();
+        assert!(matches!(next_step_of(&world, &shares), Some(Step::ReplacePod(_))));
+        world.settle(&shares);
+        assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 3));
+        assert_eq!(world.pod.as_ref().unwrap().device, "MIG-3");
+    }
+}
+
+#[test]
+fn what_carried_shares_goes_when_its_place_has_gone_or_the_mode_has_changed() {
+    for mut world in World::both(Protocol::V3) {
+        let shares = [share(1, 10, 10)];
+        world.settle(&shares);
+        world.gpu.mig.enabled = !world.gpu.mig.enabled;
+        world.gpu.instances.clear();
+        assert_eq!(world.settle(&shares), 1, "the pod; the other mode has no compute mode of Kerf's");
+        assert!(world.pod.is_none() && !world.due(&shares).carries);
+    }
+}
+
+#[test]
+fn a_gpus_places_are_those_that_are_wanted_held_or_served() {
+    let world = World::of_instance(Protocol::V3);
+    let at = |start| Placement { start, size: 1 };
+    let wanted = Partition {
+        instance: Some(WantedInstance { profile: "1g.10gb".into(), placement: at(0) }),
+        ..world.partition(&share(1, 1, 1))
+    };
+    let whole = Partition { share: None, ..world.partition(&share(2, 1, 1)) };
+    let elsewhere = Partition { gpu: "GPU-2".into(), ..world.partition(&share(3, 1, 1)) };
+    let mut held = World::of_instance(Protocol::V3);
+    held.use_share(&share(4, 1, 1), false);
+    held.prepared.values_mut().next().unwrap().devices[0].key.placement = Some(at(1));
+    let pods = Pods::from([
+        (DeviceKey::instance("GPU-1", at(2)), ServerPod::default()),
+        (DeviceKey::instance("GPU-2", at(3)), ServerPod::default()),
+    ]);
+    let found = places("GPU-1", &[wanted, whole, elsewhere], &held.prepared, &pods);
+    assert_eq!(found, BTreeSet::from([None, Some(at(0)), Some(at(1)), Some(at(2))]));
+}
+
+#[test]
 fn one_size_is_carried_before_protocol_3_and_another_when_nobody_uses_it() {
     let mut world = World::new(Protocol::V2);
     let (a, b, other) = (share(1, 10, 25), share(2, 10, 25), share(3, 20, 50));
@@ -396,9 +568,7 @@ fn prepared_claims_get_another_pod_when_the_driver_speaks_another_protocol() {
         world.protocol = after;
         world.mps = Seen { server: Server::Silent("no answer".into()), ..Seen::default() };
         world.on_it().1.clients = vec![Process { pid: 7, ..Process::default() }];
-        while let Some(step @ Step::WriteConfig(_)) = next_step_of(&world, &shares) {
-            world.apply(&step);
-        }
+        world.apply_config(&shares);
         assert!(world.due(&shares).blocked.unwrap().message.contains("pid 7"), "a client that lives");
         world.on_it().1.clients.clear();
         let step = next_step_of(&world, &shares).unwrap();
@@ -588,16 +758,16 @@ fn worlds() -> impl Strategy<Value = World> {
         Just(Server::Hangs("why".into())),
     ];
     (
-        any::<bool>(),
+        any::<(bool, bool)>(),
         0u32..4,
         prop::bool::ANY,
         prop::bool::ANY,
         server,
         prop::collection::vec((1u32..6, any::<bool>()), 0..4),
     )
-        .prop_map(|(v3, mode, has_pod, other_form, server, held)| {
+        .prop_map(|((v3, of_instance), mode, has_pod, other_form, server, held)| {
             let protocol = if v3 { Protocol::V3 } else { Protocol::V2 };
-            let mut world = World::new(protocol);
+            let mut world = World::both(protocol)[usize::from(of_instance)].clone();
             // One size, so that protocol 2 can have prepared them together.
             let shares: Vec<(WantedShare, bool)> =
                 held.into_iter().map(|(number, process)| (share(number, 5, 10), process)).collect();
@@ -616,8 +786,12 @@ fn worlds() -> impl Strategy<Value = World> {
             for (share, process) in shares {
                 world.use_share(&share, process && world.pod.is_some());
             }
-            if mode == 1 {
-                world.gpu.compute_mode = Some(ComputeMode::DEFAULT);
+            match (of_instance, mode) {
+                (false, 1) => world.gpu.compute_mode = Some(ComputeMode::DEFAULT),
+                (true, 1) => world.gpu.instances.clear(),
+                (true, 2) => world.gpu.instances[0].compute_instances[0].uuid = "MIG-2".into(),
+                (true, 3) => world.gpu.instances[0].compute_instances.clear(),
+                _ => {}
             }
             world
         })
@@ -645,15 +819,19 @@ proptest! {
                     let ended = matches!(world.mps.server, Server::Absent | Server::Exited) || world.hangs >= HANGS;
                     prop_assert!(ended || world.mps.clients.is_empty());
                     let lost = held.iter().any(|id| !world.mps.limits.contains_key(&namespace(id)));
-                    prop_assert!(held.is_empty() || ended || lost || pod.form == "another");
+                    let other = pod.form == "another" || world.carrier().present().is_none_or(|now| now.uuid != pod.device);
+                    prop_assert!(held.is_empty() || ended || lost || other);
                 }
-                Step::RestoreComputeMode(_) => prop_assert!(held.is_empty() && world.pod.is_none()),
+                Step::TakeComputeMode => prop_assert!(world.placement.is_none()),
+                Step::RestoreComputeMode(_) => {
+                    prop_assert!(held.is_empty() && world.pod.is_none() && world.placement.is_none());
+                }
                 Step::DeleteNamespace(name) => {
                     prop_assert!(held.iter().all(|id| namespace(id) != *name) && !world.mps.clients.contains_key(name));
                 }
                 Step::DeleteServer => prop_assert!(world.mps.server == Server::Exited),
                 Step::CreatePod { .. } => {
-                    prop_assert!(world.gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS) && world.pod.is_none());
+                    prop_assert!(world.is_taken() && world.pod.is_none() && world.carrier().present().is_some());
                 }
                 _ => {}
             }
@@ -665,6 +843,15 @@ proptest! {
         mut world in worlds(), wishes in wishes(),
     ) {
         world.release();
+        // Of an instance that is not there nothing is left, and then it is made.
+        if world.placement.is_some() && world.carrier().present().is_none() {
+            let finished = instance();
+            if world.gpu.instances.is_empty() {
+                world.settle(&wishes);
+                prop_assert!(world.pod.is_none(), "a server outlives its instance");
+            }
+            world.gpu.instances = vec![finished];
+        }
         let well = |world: &mut World| {
             // What only passes has passed.
             if !matches!(world.mps.server, Server::Absent | Server::Exited) {
@@ -696,7 +883,25 @@ proptest! {
             let limits = Limits { memory: share.memory_bytes, percent: share.compute_percent };
             prop_assert!(limits.agree(&world.mps.limits[&name]));
             prop_assert_eq!(&world.mps.server, &Server::Ready);
-            prop_assert_eq!(world.gpu.compute_mode, Some(ComputeMode::EXCLUSIVE_PROCESS));
+            prop_assert!(world.is_taken());
+            let serves = &world.pod.as_ref().expect("a server").device;
+            prop_assert_eq!(world.carrier().present().map(|present| present.uuid), Some(serves.as_str()));
+            prop_assert_eq!(share.placement, world.placement);
+        }
+    }
+
+    #[test]
+    fn claims_to_all_of_a_carrier_and_shares_of_it_never_meet(world in worlds(), wishes in wishes()) {
+        let whole = Partition { share: None, ..world.partition(&share(9, 1, 1)) };
+        let shares = wishes.iter().map(|share| world.partition(share));
+        let partitions: Vec<Partition> = shares.chain([whole]).collect();
+        let due = due(Desired { gpu: Some(&entry()), partitions: &partitions }, world.observed());
+        for share in due.shares.iter().filter(|share| !world.prepared.contains_key(&share.id)) {
+            prop_assert!(share.problem.is_some(), "{:?}", share);
+        }
+        if world.prepared.is_empty() {
+            let builds = |step: &Step| matches!(step, Step::CreatePod { .. } | Step::TakeComputeMode);
+            prop_assert!(!due.steps.iter().any(builds), "{:?}", due.steps);
         }
     }
 }
