@@ -57,7 +57,7 @@ impl DeviceKey {
         self.placement.is_none() && self.share.is_none()
     }
 
-    /// Whether the two cannot be two claims'. Shares are there to be beside each other.
+    /// Whether the two cannot be two claims'. Shares of one carrier are there to be beside each other.
     pub fn overlaps(&self, other: &DeviceKey) -> bool {
         self.gpu == other.gpu
             && match (self.placement, other.placement) {
@@ -65,7 +65,7 @@ impl DeviceKey {
                 _ => true,
             }
             && match (&self.share, &other.share) {
-                (Some(a), Some(b)) => a == b,
+                (Some(a), Some(b)) => a == b || self.placement != other.placement,
                 _ => true,
             }
     }
@@ -298,6 +298,22 @@ mod tests {
                 "{other:?}"
             );
         }
+        for (start, id) in [(4, "3"), (4, "4")] {
+            store.remove("a");
+            store.remove("b");
+            store.record(claim(id, key(start, 4).with_share(id))).expect("shares of one instance");
+        }
+        for other in [key(4, 4), key(4, 1).with_share("5"), share("5")] {
+            assert!(
+                matches!(store.record(claim("c", other.clone())), Err(Refused::Held { .. })),
+                "{other:?}"
+            );
+        }
+        store.record(claim("d", key(0, 4))).expect("its neighbour");
+        assert_eq!(holders_of_whole(&store.snapshot(), &DeviceKey::gpu("GPU-1")).len(), 1, "shares are none");
+        let store = PreparedStore::new(PreparedClaims::new());
+        store.record(claim("a", share("1"))).unwrap();
+        store.record(claim("b", share("2"))).unwrap();
         let whole = DeviceKey::gpu("GPU-1");
         assert_eq!(holders_of_exactly(&store.snapshot(), &whole).len(), 2, "MIG cannot be switched");
         assert!(store.condemn(share("1"), holders).is_none() && store.condemn(share("3"), holders).is_some());
