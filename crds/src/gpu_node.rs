@@ -344,7 +344,8 @@ pub struct Gpu {
 pub struct Sharing {
     /// Who enforces the limit on the memory of shares of the GPU itself. Inside MIG instances it is always `Process`.
     pub isolation: Isolation,
-    /// Processes that one MPS server takes as clients.
+    /// Processes that one MPS server takes as clients. A MIG instance's takes as many fewer as its compute slices are of
+    /// the GPU's.
     pub max_clients: u32,
     /// True: one server has one limit for all its clients, so the shares of a GPU or instance must be of one size.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

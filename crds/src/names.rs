@@ -86,6 +86,13 @@ pub const MPS_SERVER: &str = "mps-server";
 /// Annotation on the pod of an MPS server: UUID of its GPU.
 pub const MPS_GPU: &str = "kerf.dev/gpu";
 
+/// Annotation on the pod of an MPS server: place of its MIG instance, as `start:size` in memory slices; left out where it
+/// serves a GPU that is not cut.
+pub const MPS_PLACEMENT: &str = "kerf.dev/mps-placement";
+
+/// Annotation on the pod of an MPS server: UUID of what it serves, `GPU-…` or `MIG-…`.
+pub const MPS_DEVICE: &str = "kerf.dev/mps-device";
+
 /// Annotation on the pod of an MPS server: what it was made for and cannot be changed in.
 pub const MPS_FORM: &str = "kerf.dev/mps-form";
 

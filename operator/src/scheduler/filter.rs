@@ -102,7 +102,7 @@ impl<'a> Filter<'a> {
                     admitted.profiles.insert(index);
                 }
                 let Some(share) = self.share.filter(|_| gpu.sharing.is_some()) else { continue };
-                if admits(device::Device::InstanceShare(geometry, profile))? {
+                if admits(device::Device::InstanceShare(geometry, profile, None))? {
                     // MPS takes whole percents of the instance: what is enforced is what counts.
                     let percent = geometry.percent_of(profile, share.compute_milli);
                     admitted.in_instances.insert(index, geometry.compute_of(profile, percent));

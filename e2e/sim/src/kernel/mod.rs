@@ -243,7 +243,11 @@ impl Kernel {
             usable,
             total,
             compute_mode: if device.mig.is_some() { 0 } else { gpu.compute_mode },
-            connections: mps::connections(state.driver.branch(), model.compute_capability[0]),
+            connections: mps::connections(
+                state.driver.branch(),
+                model.compute_capability[0],
+                compute_slices(gpu, model, device),
+            ),
             accounting: state.options.memory_accounting,
             limits: &limits,
         })
@@ -334,6 +338,17 @@ fn memory(gpu: &Gpu, model: &Model, device: DeviceId) -> Option<(u64, u64)> {
     instance.compute_instance(ci)?;
     let bytes = model.mig.as_ref()?.profile(instance.profile)?.memory_mib * MIB;
     Some((bytes, bytes))
+}
+
+/// How many compute slices a device has, of how many.
+fn compute_slices(gpu: &Gpu, model: &Model, device: DeviceId) -> (u32, u32) {
+    let of_instance = || {
+        let (gi, ci) = device.mig?;
+        let (instance, mig) = (gpu.instance(gi)?, model.mig.as_ref()?);
+        let profile = instance.compute_instance(ci)?.profile;
+        Some((mig.profile(instance.profile)?.compute_profile(profile)?.slices, mig.compute_slices))
+    };
+    of_instance().unwrap_or((1, 1))
 }
 
 /// Something that no two calls have in common.
