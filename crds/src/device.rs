@@ -17,8 +17,8 @@ pub enum Device<'a> {
     Instance(&'a Geometry, &'a Profile, Option<&'a str>),
     /// What shares of the GPU are parts of.
     Share,
-    /// What shares of an instance of one of the geometry's profiles are parts of.
-    InstanceShare(&'a Geometry, &'a Profile),
+    /// What shares of an instance are parts of; as for the instance.
+    InstanceShare(&'a Geometry, &'a Profile, Option<&'a str>),
 }
 
 /// Value of an attribute.
@@ -47,7 +47,7 @@ pub mod attribute {
     pub const PRODUCT: &str = "productName";
     /// Architecture of the GPU, e.g. `Hopper`, where known.
     pub const ARCHITECTURE: &str = "architecture";
-    /// NVML's name of the profile; instances and their shares only.
+    /// NVML's name of the profile; instances and what their shares are parts of.
     pub const PROFILE: &str = "profile";
     /// Version of the GPU driver.
     pub const DRIVER_VERSION: &str = "driverVersion";
@@ -65,7 +65,7 @@ pub mod attribute {
 pub mod capacity {
     /// Memory in bytes.
     pub const MEMORY: &str = "memory";
-    /// Streaming multiprocessors; instances only.
+    /// Streaming multiprocessors; instances and what their shares are parts of.
     pub const MULTIPROCESSORS: &str = "multiprocessors";
     /// Percent of the whole GPU's multiprocessors, rounded down.
     pub const COMPUTE: &str = "compute";
@@ -102,20 +102,22 @@ pub fn attributes(status: &GpuNodeStatus, gpu: &Gpu, device: Device<'_>) -> BTre
         Device::Gpu => {
             all.insert(attribute::UUID, text(&gpu.uuid));
         }
-        Device::Instance(_, profile, uuid) => {
+        Device::Instance(_, profile, uuid) | Device::InstanceShare(_, profile, uuid) => {
             all.insert(attribute::PROFILE, text(&profile.name));
             if let Some(uuid) = uuid {
                 all.insert(attribute::UUID, text(uuid));
             }
         }
-        Device::InstanceShare(_, profile) => {
-            all.insert(attribute::PROFILE, text(&profile.name));
-            all.insert(attribute::ISOLATION, text(Isolation::Process.word()));
-        }
-        Device::Share => {
-            let isolation = gpu.sharing.as_ref().map(|sharing| sharing.isolation).unwrap_or_default();
-            all.insert(attribute::ISOLATION, text(isolation.word()));
-        }
+        Device::Share => {}
+    }
+    let isolation = match device {
+        Device::Gpu | Device::Instance(..) => None,
+        Device::Share => Some(gpu.sharing.as_ref().map(|sharing| sharing.isolation).unwrap_or_default()),
+        // The driver's limits do not reach into instances.
+        Device::InstanceShare(..) => Some(Isolation::Process),
+    };
+    if let Some(isolation) = isolation {
+        all.insert(attribute::ISOLATION, text(isolation.word()));
     }
     if let Some(version) = semantic_version(&status.driver_version) {
         all.insert(attribute::DRIVER_VERSION, Value::Version(version));
@@ -144,7 +146,7 @@ pub fn capacities(gpu: &Gpu, device: Device<'_>) -> BTreeMap<&'static str, u64> 
         Device::Gpu | Device::Share => {
             BTreeMap::from([(capacity::MEMORY, gpu.memory_bytes), (capacity::COMPUTE, 100)])
         }
-        Device::Instance(geometry, profile, _) | Device::InstanceShare(geometry, profile) => {
+        Device::Instance(geometry, profile, _) | Device::InstanceShare(geometry, profile, _) => {
             let multiprocessors = u64::from(profile.multiprocessors);
             let of_all = (100 * multiprocessors).checked_div(geometry.multiprocessors.into());
             BTreeMap::from([

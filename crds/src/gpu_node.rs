@@ -238,7 +238,7 @@ impl PodReference {
 }
 
 /// The daemon's report of the node's GPUs.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeStatus {
     /// The `metadata.generation` of the spec that the rest of the status was made under: what is not ready yet is
@@ -266,8 +266,10 @@ pub struct GpuNodeStatus {
     /// What the GPUs can be cut into, each kind once.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub geometries: Vec<Geometry>,
-    /// `Ready`, `Degraded` and `ContainerToolkit`.
+    /// The daemon's `Ready`, `Degraded` and `ContainerToolkit`; `SharesVerified` of the job that verifies shares on this
+    /// node's hardware, where it has run.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[x_kube(merge_strategy = kube::core::ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
 }
 
@@ -342,7 +344,8 @@ pub struct Gpu {
 pub struct Sharing {
     /// Who enforces the limit on the memory of shares of the GPU itself. Inside MIG instances it is always `Process`.
     pub isolation: Isolation,
-    /// Processes that one MPS server takes as clients.
+    /// Processes that one MPS server takes as clients. A MIG instance's takes as many fewer as its compute slices are of
+    /// the GPU's.
     pub max_clients: u32,
     /// True: one server has one limit for all its clients, so the shares of a GPU or instance must be of one size.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]

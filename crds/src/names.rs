@@ -77,12 +77,21 @@ pub const ISOLATION: &str = "kerf.dev/isolation";
 pub const OPERATOR: &str = "kerf-operator";
 /// See [`OPERATOR`].
 pub const NODE_DAEMON: &str = "kerf-node-daemon";
+/// See [`OPERATOR`]: the job that verifies shares.
+pub const HARDWARE: &str = "kerf-hardware";
 
 /// PodTemplate in Kerf's namespace that the pods of MPS servers are made from.
 pub const MPS_SERVER: &str = "mps-server";
 
 /// Annotation on the pod of an MPS server: UUID of its GPU.
 pub const MPS_GPU: &str = "kerf.dev/gpu";
+
+/// Annotation on the pod of an MPS server: place of its MIG instance, as `start:size` in memory slices; left out where it
+/// serves a GPU that is not cut.
+pub const MPS_PLACEMENT: &str = "kerf.dev/mps-placement";
+
+/// Annotation on the pod of an MPS server: UUID of what it serves, `GPU-…` or `MIG-…`.
+pub const MPS_DEVICE: &str = "kerf.dev/mps-device";
 
 /// Annotation on the pod of an MPS server: what it was made for and cannot be changed in.
 pub const MPS_FORM: &str = "kerf.dev/mps-form";

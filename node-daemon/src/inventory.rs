@@ -66,16 +66,23 @@ pub struct Gpu {
     pub instances: Vec<Instance>,
     /// Who may have contexts on it; `None` where the driver does not tell.
     pub compute_mode: Option<ComputeMode>,
-    /// Processes that an MPS server lets onto the GPU outside any instance.
-    pub mps_clients: Vec<Process>,
-    /// Its MPS server takes clients.
-    pub mps_server_up: bool,
-    /// It has something of what carries shares: the pod of an MPS server, or the compute mode that Kerf has set for one.
-    pub carries: bool,
-    /// Present: it can carry shares.
+    /// What carries shares of the GPU itself.
+    pub mps: MpsState,
+    /// Present: it can carry shares, and so can its instances.
     pub sharing: Option<Sharing>,
-    /// Its shares, in order of their ids, without the claims that they are prepared for.
+    /// Its shares and those of its instances, in order of their ids, without the claims that they are prepared for.
     pub shares: Vec<Share>,
+}
+
+/// What there is of MPS on a GPU outside its instances, or on an instance.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct MpsState {
+    /// Processes that its server lets in.
+    pub clients: Vec<Process>,
+    /// The server takes clients.
+    pub up: bool,
+    /// Something is there that carries shares: the pod of a server, or the compute mode that Kerf has set for one.
+    pub there: bool,
 }
 
 /// `NVML_COMPUTEMODE_*`.
@@ -114,8 +121,10 @@ pub struct Instance {
     pub gpu_instance_id: u32,
     /// Its compute instances, by id. One as wide as the GPU instance is what Kerf makes.
     pub compute_instances: Vec<ComputeInstance>,
-    /// Processes on it.
+    /// Processes on it, other than Kerf's MPS server and its clients.
     pub processes: Vec<Process>,
+    /// What carries shares of it.
+    pub mps: MpsState,
     /// Kerf did not make it.
     pub foreign: bool,
     /// Present: it has failed, and how.
@@ -167,6 +176,11 @@ impl Gpu {
     /// The instance at exactly this place, whoever made it.
     pub fn instance_at(&self, placement: Placement) -> Option<&Instance> {
         self.instances.iter().find(|instance| instance.placement == placement)
+    }
+
+    /// The same, to change it.
+    pub fn instance_at_mut(&mut self, placement: Placement) -> Option<&mut Instance> {
+        self.instances.iter_mut().find(|instance| instance.placement == placement)
     }
 
     /// The profile of an instance, where the geometry knows it.

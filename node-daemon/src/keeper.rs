@@ -1,25 +1,29 @@
-//! What carries a GPU's shares: looked at, and changed by one step. [`crate::shares`] decides, the GPU's worker asks.
+//! What carries shares: looked at, and changed by one step. [`crate::shares`] decides, the GPU's worker asks.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
 
-use kerf_crds::conditions::problem_reason;
-use kerf_crds::gpu_node::{Isolation, Reason, Sharing};
+use futures::future::join_all;
 
+use kerf_crds::conditions::problem_reason;
+use kerf_crds::gpu_node::{Isolation, Placement, Reason, Sharing};
+
+use crate::carrier::{self, Carrier};
 use crate::cdi::write_atomically;
 use crate::hardware::{self, Facts, Failure};
-use crate::inventory::{ComputeMode, Gpu};
+use crate::inventory::{ComputeMode, Gpu, MpsState, Process};
 use crate::mps::control::{ControlError, Seen, Server};
-use crate::mps::pods::{NewServer, Order, ServerPod};
+use crate::mps::pods::{NewServer, Order, Pods, ServerPod};
 use crate::mps::{Protocol, max_clients};
-use crate::prepared::PreparedClaims;
+use crate::prepared::{DeviceKey, PreparedClaims};
 use crate::shares::{Observed, Step};
 use crate::worker::{Context, blocking, no_session};
 
 /// The first compute capability whose processes MPS keeps apart from each other (Volta).
 const CAPABILITY: u32 = 7;
 
-/// What there is beside what NVML shows.
+/// What there is on one carrier beside what NVML shows.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct View {
     pub protocol: Protocol,
@@ -55,9 +59,9 @@ impl View {
         Some((uid.clone(), since))
     }
 
-    pub fn observed<'a>(&'a self, gpu: &'a Gpu, prepared: &'a PreparedClaims) -> Observed<'a> {
+    pub fn observed<'a>(&'a self, carrier: Carrier<'a>, prepared: &'a PreparedClaims) -> Observed<'a> {
         Observed {
-            gpu,
+            carrier,
             prepared,
             protocol: self.protocol,
             pod: self.pod.as_ref(),
@@ -70,25 +74,19 @@ impl View {
     }
 }
 
-/// Looks at what carries the shares of a GPU that was just observed, and says on the GPU whether it can carry any. The
-/// server and its clients are no longer among the GPU's own processes then. `None` before the pods are known.
-pub async fn look(context: &Context, gpu: &mut Gpu, facts: &Facts) -> Option<View> {
+/// The carriers of a GPU.
+pub type Views = BTreeMap<Option<Placement>, View>;
+
+/// Looks at what carries shares at these places of a GPU that was just observed, and says on the GPU whether it can carry any.
+/// Servers and their clients are no longer among the processes of GPU and instances then.
+pub async fn look(
+    context: &Context,
+    gpu: &mut Gpu,
+    facts: &Facts,
+    places: BTreeSet<Option<Placement>>,
+    pods: &Pods,
+) -> Views {
     gpu.sharing = sharing(context, gpu, facts);
-    let pods = context.mps.pods.seen.borrow().clone();
-    let pod = pods.as_ref().and_then(|pods| pods.get(&gpu.uuid)).cloned();
-    let protocol = Protocol::of_driver(&facts.driver);
-    let mps = match &pod {
-        Some(pod) if !pod.ended => context.mps.control(&gpu.name, protocol).look().await,
-        _ => Seen::default(),
-    };
-    gpu.mps_server_up = mps.server == Server::Ready;
-    match &pod {
-        Some(pod) => gpu.processes.retain(|process| {
-            !mps.server_pids.contains(&process.pid) && process.pod_uid.as_ref() != Some(&pod.uid)
-        }),
-        // Somebody else's.
-        None => gpu.processes.append(&mut gpu.mps_clients),
-    }
     if gpu.compute_mode != Some(ComputeMode::EXCLUSIVE_PROCESS)
         && gpu.compute_mode.is_some()
         && context.modes.before(&gpu.uuid).is_some()
@@ -96,17 +94,47 @@ pub async fn look(context: &Context, gpu: &mut Gpu, facts: &Facts) -> Option<Vie
     {
         tracing::warn!(gpu = %gpu.uuid, "the checkpoint of compute modes cannot be written: {error}");
     }
+    let protocol = Protocol::of_driver(&facts.driver);
+    let looks = places.into_iter().map(|placement| {
+        let pod = pods.get(&DeviceKey { placement, ..DeviceKey::gpu(&gpu.uuid) }).cloned();
+        let name = carrier::name(&gpu.name, placement);
+        async move {
+            let mps = match &pod {
+                Some(pod) if !pod.ended => context.mps.control(&name, protocol).look().await,
+                _ => Seen::default(),
+            };
+            let config = read(&context.mps.paths.of(&name).config());
+            (placement, View { protocol, pod, config, mps, before: None, hangs: 0, outlived: false })
+        }
+    });
+    // All at once: one that hangs does not keep the others waiting longer than itself.
+    let mut views: Views = join_all(looks).await.into_iter().collect();
     let before = context.modes.before(&gpu.uuid);
-    gpu.carries = pod.is_some() || before.is_some();
-    pods.map(|_| View {
-        protocol,
-        pod,
-        config: read(&context.mps.paths.of(&gpu.name).config()),
-        mps,
-        before,
-        hangs: 0,
-        outlived: false,
-    })
+    if let Some(view) = views.get_mut(&None) {
+        view.before = before;
+    }
+    let nothing = View::default();
+    let view = |placement| views.get(&placement).unwrap_or(&nothing);
+    part_with(&mut gpu.processes, &mut gpu.mps, view(None));
+    gpu.mps.there |= before.is_some() && !gpu.mig.enabled;
+    for instance in &mut gpu.instances {
+        part_with(&mut instance.processes, &mut instance.mps, view(Some(instance.placement)));
+    }
+    views
+}
+
+/// Tells Kerf's server and its clients from other processes.
+fn part_with(processes: &mut Vec<Process>, state: &mut MpsState, view: &View) {
+    let View { pod, mps, .. } = view;
+    state.up = mps.server == Server::Ready;
+    state.there = pod.is_some();
+    match pod {
+        Some(pod) => processes.retain(|process| {
+            !mps.server_pids.contains(&process.pid) && process.pod_uid.as_ref() != Some(&pod.uid)
+        }),
+        // Somebody else's.
+        None => processes.append(&mut state.clients),
+    }
 }
 
 fn read(path: &Path) -> Option<String> {
@@ -128,58 +156,57 @@ fn sharing(context: &Context, gpu: &Gpu, facts: &Facts) -> Option<Sharing> {
 }
 
 /// Carries one step out.
-pub async fn act(context: &Context, gpu: &Gpu, protocol: Protocol, step: &Step) -> Result<(), Reason> {
-    let paths = context.mps.paths.of(&gpu.name);
-    let control = context.mps.control(&gpu.name, protocol);
-    let uuid = gpu.uuid.as_str();
-    let (word, message) = match step {
+pub async fn act(
+    context: &Context,
+    carrier: Carrier<'_>,
+    protocol: Protocol,
+    step: &Step,
+) -> Result<(), Reason> {
+    let name = carrier.name();
+    let paths = context.mps.paths.of(&name);
+    let control = context.mps.control(&name, protocol);
+    let told = |answer: Result<(), ControlError>| {
+        answer.map_err(|error| (problem_reason::MPS_NOT_READY, error.to_string()))
+    };
+    let result = match step {
         Step::TakeComputeMode => {
-            let before = gpu.compute_mode.unwrap_or(ComputeMode::DEFAULT);
-            match context.modes.keep(uuid, before) {
-                Ok(()) => return set_mode(context, uuid, ComputeMode::EXCLUSIVE_PROCESS, step).await,
-                Err(error) => (problem_reason::CHECKPOINT_FAILED, error.to_string()),
+            let (gpu, mode) = (&carrier.gpu.uuid, carrier.gpu.compute_mode.unwrap_or(ComputeMode::DEFAULT));
+            match context.modes.keep(gpu, mode) {
+                Ok(()) => return set_mode(context, gpu, ComputeMode::EXCLUSIVE_PROCESS, step).await,
+                Err(error) => Err((problem_reason::CHECKPOINT_FAILED, error.to_string())),
             }
         }
-        Step::RestoreComputeMode(mode) => return set_mode(context, uuid, *mode, step).await,
-        Step::WriteConfig(text) => match paths.make().and_then(|()| write(&paths.config(), text)) {
-            Ok(()) => return Ok(()),
-            Err(error) => (problem_reason::MPS_NOT_READY, error.to_string()),
-        },
-        Step::CreatePod(form) => match paths.make() {
-            Err(error) => (problem_reason::MPS_NOT_READY, error.to_string()),
-            Ok(()) if paths.too_long() > 0 => (
+        Step::RestoreComputeMode(mode) => return set_mode(context, &carrier.gpu.uuid, *mode, step).await,
+        Step::WriteConfig(text) => paths
+            .make()
+            .and_then(|()| write(&paths.config(), text))
+            .map_err(|error| (problem_reason::MPS_NOT_READY, error.to_string())),
+        Step::CreatePod { form, device } => match paths.make() {
+            Err(error) => Err((problem_reason::MPS_NOT_READY, error.to_string())),
+            Ok(()) if paths.too_long() > 0 => Err((
                 problem_reason::MPS_NOT_READY,
                 format!(
                     "{} is {} bytes too long for the sockets below it; choose a shorter --mps-dir",
                     paths.pipe().display(),
                     paths.too_long()
                 ),
-            ),
+            )),
             Ok(()) => {
-                let new = NewServer::new(&gpu.name, uuid, &paths, form);
-                match order(context, Order::Create(new)).await {
-                    Ok(()) => return Ok(()),
-                    Err(error) => (problem_reason::POD_FAILED, format!("{error:#}")),
-                }
+                let new = NewServer::new(carrier.key(), &name, device, &paths, form);
+                order(context, Order::Create(new)).await
             }
         },
-        Step::DeletePod(pod) | Step::ReplacePod(pod) => {
-            match order(context, Order::Delete(pod.clone())).await {
-                Ok(()) => return Ok(()),
-                Err(error) => (problem_reason::POD_FAILED, format!("{error:#}")),
-            }
-        }
-        Step::CreateServer => return told(step, uuid, control.create_server(uuid).await),
-        Step::DeleteServer => return told(step, uuid, control.delete_server().await),
-        Step::CreateNamespace(name, limits) => {
-            return told(step, uuid, control.set_namespace(name, true, limits).await);
-        }
-        Step::SetNamespace(name, limits) => {
-            return told(step, uuid, control.set_namespace(name, false, limits).await);
-        }
-        Step::DeleteNamespace(name) => return told(step, uuid, control.delete_namespace(name).await),
+        Step::DeletePod(pod) | Step::ReplacePod(pod) => order(context, Order::Delete(pod.clone())).await,
+        Step::CreateServer { device } => told(control.create_server(device).await),
+        Step::DeleteServer => told(control.delete_server().await),
+        Step::CreateNamespace(name, limits) => told(control.set_namespace(name, true, limits).await),
+        Step::SetNamespace(name, limits) => told(control.set_namespace(name, false, limits).await),
+        Step::DeleteNamespace(name) => told(control.delete_namespace(name).await),
     };
-    Err(Reason { reason: word.into(), message: format!("to {step} of {uuid}: {message}") })
+    result.map_err(|(word, message)| Reason {
+        reason: word.into(),
+        message: format!("to {step} of {carrier}: {message}"),
+    })
 }
 
 fn write(path: &Path, text: &str) -> io::Result<()> {
@@ -187,19 +214,14 @@ fn write(path: &Path, text: &str) -> io::Result<()> {
 }
 
 /// Waits until the order's effect is seen, for a moment: else it would be given again.
-async fn order(context: &Context, order: Order) -> anyhow::Result<()> {
+async fn order(context: &Context, order: Order) -> Result<(), (&'static str, String)> {
     let mut seen = context.mps.pods.seen.clone();
     seen.mark_unchanged();
-    (context.mps.pods.write)(order).await?;
+    (context.mps.pods.write)(order)
+        .await
+        .map_err(|error| (problem_reason::POD_FAILED, format!("{error:#}")))?;
     let _ = tokio::time::timeout(crate::worker::WAITING, seen.changed()).await;
     Ok(())
-}
-
-fn told(step: &Step, gpu: &str, answer: Result<(), ControlError>) -> Result<(), Reason> {
-    answer.map_err(|error| Reason {
-        reason: problem_reason::MPS_NOT_READY.into(),
-        message: format!("to {step} of {gpu}: {error}"),
-    })
 }
 
 async fn set_mode(context: &Context, gpu: &str, mode: ComputeMode, step: &Step) -> Result<(), Reason> {

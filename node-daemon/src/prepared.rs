@@ -12,7 +12,7 @@ use kerf_crds::gpu_node::{ClaimReference, Placement, PodReference, WantedShare};
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-/// A device as the hardware has it: a whole GPU, a place on it, or a share of the GPU.
+/// A device as the hardware has it: a whole GPU, a place on it, or a share of one of the two.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceKey {
@@ -39,7 +39,17 @@ impl DeviceKey {
 
     /// A share of a GPU.
     pub fn share(gpu: &str, id: &str) -> Self {
-        Self { share: Some(id.to_owned()), ..Self::gpu(gpu) }
+        Self::gpu(gpu).with_share(id)
+    }
+
+    /// A share of what this is all of.
+    pub fn with_share(self, id: &str) -> Self {
+        Self { share: Some(id.to_owned()), ..self }
+    }
+
+    /// All of what it is a share of; itself, if it is none.
+    pub fn carrier(&self) -> Self {
+        Self { share: None, ..self.clone() }
     }
 
     /// Whether it is all of a GPU.
@@ -47,7 +57,7 @@ impl DeviceKey {
         self.placement.is_none() && self.share.is_none()
     }
 
-    /// Whether the two cannot be two claims'. Shares are there to be beside each other.
+    /// Whether the two cannot be two claims'. Shares of one carrier are there to be beside each other.
     pub fn overlaps(&self, other: &DeviceKey) -> bool {
         self.gpu == other.gpu
             && match (self.placement, other.placement) {
@@ -55,7 +65,7 @@ impl DeviceKey {
                 _ => true,
             }
             && match (&self.share, &other.share) {
-                (Some(a), Some(b)) => a == b,
+                (Some(a), Some(b)) => a == b || self.placement != other.placement,
                 _ => true,
             }
     }
@@ -195,25 +205,24 @@ impl PreparedStore {
 
 /// The claims in `claims` that hold a device overlapping `key`.
 pub fn holders(claims: &PreparedClaims, key: &DeviceKey) -> Vec<ClaimReference> {
-    claims
-        .values()
-        .filter(|prepared| prepared.devices.iter().any(|device| device.key.overlaps(key)))
-        .map(|prepared| prepared.claim.clone())
-        .collect()
+    holding(claims, |device| device.key.overlaps(key))
 }
 
 /// The claims in `claims` that hold just this device or a share of it. On a GPU that is not in MIG mode these are the only users: an
 /// instance that a claim was prepared for went with a reboot, and switching MIG on is what brings it back.
 pub fn holders_of_exactly(claims: &PreparedClaims, key: &DeviceKey) -> Vec<ClaimReference> {
-    claims
-        .values()
-        .filter(|prepared| {
-            let of =
-                |device: &PreparedDevice| device.key.gpu == key.gpu && device.key.placement == key.placement;
-            prepared.devices.iter().any(of)
-        })
-        .map(|prepared| prepared.claim.clone())
-        .collect()
+    let of = |device: &PreparedDevice| device.key.carrier() == key.carrier();
+    holding(claims, of)
+}
+
+/// The claims in `claims` that hold all of something that overlaps this device, and not a share of it.
+pub fn holders_of_whole(claims: &PreparedClaims, key: &DeviceKey) -> Vec<ClaimReference> {
+    holding(claims, |device| device.key.share.is_none() && device.key.overlaps(key))
+}
+
+fn holding(claims: &PreparedClaims, holds: impl Fn(&PreparedDevice) -> bool) -> Vec<ClaimReference> {
+    let holders = claims.values().filter(|prepared| prepared.devices.iter().any(&holds));
+    holders.map(|prepared| prepared.claim.clone()).collect()
 }
 
 fn holder(claims: &PreparedClaims, key: &DeviceKey, but_not: &str) -> Option<ClaimReference> {
@@ -289,6 +298,22 @@ mod tests {
                 "{other:?}"
             );
         }
+        for (start, id) in [(4, "3"), (4, "4")] {
+            store.remove("a");
+            store.remove("b");
+            store.record(claim(id, key(start, 4).with_share(id))).expect("shares of one instance");
+        }
+        for other in [key(4, 4), key(4, 1).with_share("5"), share("5")] {
+            assert!(
+                matches!(store.record(claim("c", other.clone())), Err(Refused::Held { .. })),
+                "{other:?}"
+            );
+        }
+        store.record(claim("d", key(0, 4))).expect("its neighbour");
+        assert_eq!(holders_of_whole(&store.snapshot(), &DeviceKey::gpu("GPU-1")).len(), 1, "shares are none");
+        let store = PreparedStore::new(PreparedClaims::new());
+        store.record(claim("a", share("1"))).unwrap();
+        store.record(claim("b", share("2"))).unwrap();
         let whole = DeviceKey::gpu("GPU-1");
         assert_eq!(holders_of_exactly(&store.snapshot(), &whole).len(), 2, "MIG cannot be switched");
         assert!(store.condemn(share("1"), holders).is_none() && store.condemn(share("3"), holders).is_some());

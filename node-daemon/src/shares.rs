@@ -1,27 +1,37 @@
-//! The pure half of shares: which one change of a GPU that carries shares, or is to, comes next.
+//! The pure half of shares: which one change of a GPU or MIG instance that carries shares, or is to, comes next.
 //!
-//! [`due`] looks at which shares are wanted of one GPU and at what is there: the GPU's compute mode, the pod of its MPS
+//! [`due`] looks at which shares are wanted of one [`Carrier`] and at what is there: the GPU's compute mode, the pod of the MPS
 //! server, the file that a control daemon begins with, and what the control daemon says. The worker makes one change,
-//! looks again, and asks again; so a crash between any two of them needs no repair of its own.
+//! looks again, and asks again; so a crash between any two of them needs no repair of its own. Each carrier of a GPU is
+//! decided by itself; instances are made and destroyed by [`crate::step`], which leaves alone those that carry something.
 //!
 //! Invariants, whatever is wanted (property tests in [`tests`]):
 //! - what a claim is prepared for, or a client is in, is never taken down, unless it has ended, hangs, or has outlived the
 //!   driver that it was made for;
-//! - no server begins before its GPU is in EXCLUSIVE_PROCESS, and the mode goes back only when no server is left;
+//! - no server begins before its GPU is in EXCLUSIVE_PROCESS, and the mode goes back only when no server is left; inside
+//!   instances there is no such mode, and it is left alone;
+//! - no server begins before its instance is there, none outlives it, and it is of the instance that is there now;
+//! - what a claim has all of carries no shares;
 //! - with nothing in the way, repeated steps end, and then every share that can be carried is in force, or nothing of MPS
 //!   is left and the compute mode is what it was;
 //! - a share has no problem only if all of it has been read back.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kerf_crds::conditions::problem_reason;
-use kerf_crds::gpu_node::{ClaimReference, Partition, Reason, Share, WantedShare};
+use kerf_crds::gpu_node::{
+    ClaimOwner, ClaimReference, Isolation, Owner, Partition, Placement, Reason, Share, WantedInstance,
+    WantedShare,
+};
 
-use crate::inventory::{ComputeMode, Gpu, Process};
+use crate::carrier::{Carrier, Part, Present};
+use crate::inventory::{ComputeMode, Process};
 use crate::mps::control::{ALL, Seen, Server};
-use crate::mps::pods::{Form, ServerPod};
+use crate::mps::pods::{Form, Pods, ServerPod};
 use crate::mps::{Limits, Protocol, config, is_namespace, namespace};
-use crate::prepared::{DeviceKey, PreparedClaims, PreparedDevice, holders};
+use crate::prepared::{
+    DeviceKey, PreparedClaims, PreparedDevice, holders, holders_of_exactly, holders_of_whole,
+};
 use crate::step::Desired;
 
 /// At so many looks in a row a server gives no answer, and its pod is replaced. Each look takes as long as an answer may,
@@ -31,7 +41,7 @@ const HANGS: u32 = 6;
 /// What is there.
 #[derive(Clone, Copy, Debug)]
 pub struct Observed<'a> {
-    pub gpu: &'a Gpu,
+    pub carrier: Carrier<'a>,
     pub prepared: &'a PreparedClaims,
     /// What the driver's MPS speaks.
     pub protocol: Protocol,
@@ -47,7 +57,39 @@ pub struct Observed<'a> {
     pub outlived: bool,
 }
 
-/// One change of what carries a GPU's shares.
+impl Observed<'_> {
+    /// What a share comes to here.
+    fn limits(&self, share: &WantedShare) -> Limits {
+        let part = self.carrier.present().map_or(Part::WHOLE, |present| present.part);
+        Limits::of(share, self.protocol, part)
+    }
+
+    /// Kerf has changed the compute mode, and it can be put back. In MIG mode there is none to put back.
+    fn mode_before(&self) -> Option<ComputeMode> {
+        self.before.filter(|_| self.carrier.is_gpu() && !self.carrier.is_gone())
+    }
+}
+
+/// The places of a GPU that carry shares, are to, or still have something that did; the GPU itself always.
+pub fn places(
+    gpu: &str,
+    partitions: &[Partition],
+    prepared: &PreparedClaims,
+    pods: &Pods,
+) -> BTreeSet<Option<Placement>> {
+    let wanted = partitions.iter().filter(|partition| partition.gpu == gpu && partition.share.is_some());
+    let held = prepared.values().flat_map(|prepared| &prepared.devices).map(|device| &device.key);
+    let held = held.filter(|key| key.gpu == gpu && key.share.is_some());
+    let served = pods.keys().filter(|key| key.gpu == gpu);
+    let places = wanted.map(place).chain(held.chain(served).map(|key| key.placement));
+    places.chain([None]).collect()
+}
+
+fn place(partition: &Partition) -> Option<Placement> {
+    partition.instance.as_ref().map(|instance| instance.placement)
+}
+
+/// One change of what carries shares.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
     /// To let nobody past the MPS server.
@@ -56,11 +98,17 @@ pub enum Step {
     RestoreComputeMode(ComputeMode),
     /// What a control daemon begins with.
     WriteConfig(String),
-    CreatePod(Form),
+    /// For the GPU or instance with this UUID.
+    CreatePod {
+        form: Form,
+        device: String,
+    },
     DeletePod(ServerPod),
     /// It serves nobody, hangs, or has outlived its driver, whatever is prepared: the pod of another form that comes instead is what prepared claims wait for.
     ReplacePod(ServerPod),
-    CreateServer,
+    CreateServer {
+        device: String,
+    },
     /// It has ended by itself.
     DeleteServer,
     CreateNamespace(String, Limits),
@@ -70,7 +118,7 @@ pub enum Step {
 
 impl Step {
     /// What nobody may be using, or come to use, while the step is carried out. `None` if it disturbs nobody.
-    pub fn disturbs(&self, gpu: &str) -> Option<DeviceKey> {
+    pub fn disturbs(&self, carrier: &DeviceKey) -> Option<DeviceKey> {
         match self {
             // Its clients are gone.
             Step::DeletePod(pod) if pod.ended => None,
@@ -78,7 +126,7 @@ impl Step {
             Step::TakeComputeMode
             | Step::RestoreComputeMode(_)
             | Step::DeletePod(_)
-            | Step::ReplacePod(_) => Some(DeviceKey::gpu(gpu)),
+            | Step::ReplacePod(_) => Some(carrier.clone()),
             // A namespace that is deleted is nobody's by the spec, and so is not prepared.
             _ => None,
         }
@@ -94,27 +142,16 @@ impl Step {
     }
 }
 
-/// Claims that have all of the GPU.
-fn holders_of_whole(claims: &PreparedClaims, key: &DeviceKey) -> Vec<ClaimReference> {
-    claims
-        .values()
-        .filter(|prepared| {
-            prepared.devices.iter().any(|device| device.key.gpu == key.gpu && device.key.share.is_none())
-        })
-        .map(|prepared| prepared.claim.clone())
-        .collect()
-}
-
 impl std::fmt::Display for Step {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Step::TakeComputeMode => write!(f, "set compute mode {}", ComputeMode::EXCLUSIVE_PROCESS),
             Step::RestoreComputeMode(mode) => write!(f, "set compute mode {mode} again"),
             Step::WriteConfig(_) => f.write_str("write the configuration of the MPS server"),
-            Step::CreatePod(form) => write!(f, "make the pod of the MPS server ({form})"),
+            Step::CreatePod { form, .. } => write!(f, "make the pod of the MPS server ({form})"),
             Step::DeletePod(pod) => write!(f, "delete pod {} of the MPS server", pod.name),
             Step::ReplacePod(pod) => write!(f, "delete pod {} of the MPS server, for another one", pod.name),
-            Step::CreateServer => f.write_str("start the MPS server"),
+            Step::CreateServer { .. } => f.write_str("start the MPS server"),
             Step::DeleteServer => f.write_str("remove the MPS server that has ended"),
             Step::CreateNamespace(name, limits) => write!(f, "make MPS namespace {name} with {limits}"),
             Step::SetNamespace(name, limits) => write!(f, "limit MPS namespace {name} to {limits}"),
@@ -123,7 +160,7 @@ impl std::fmt::Display for Step {
     }
 }
 
-/// What there is to do on one GPU, and what has become of its shares.
+/// What there is to do on one carrier, and what has become of its shares.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Due {
     /// Steps that could be taken now, each whatever becomes of the others.
@@ -132,7 +169,7 @@ pub struct Due {
     pub blocked: Option<Reason>,
     /// Everything wanted and everything prepared, in order of the ids.
     pub shares: Vec<Share>,
-    /// The GPU carries shares, is to, or still has something of what carried them.
+    /// It carries shares, is to, or still has something of what carried them.
     pub carries: bool,
     /// Something is under way that only another look can show the end of.
     pub waits: bool,
@@ -149,24 +186,25 @@ pub fn due(desired: Desired<'_>, observed: Observed<'_>) -> Due {
     let carried: Vec<(WantedShare, Limits)> = shares
         .values()
         .filter(|share| share.prepared || share.problem.is_none())
-        .map(|share| (share.wanted.clone(), Limits::of(&share.wanted, observed.protocol)))
+        .map(|share| (share.wanted.clone(), observed.limits(&share.wanted)))
         .collect();
-    let gpu = observed.gpu;
-    let left = observed.pod.is_some() || observed.before.is_some();
-    let untouchable = gpu.unmanaged.as_ref().or(gpu.unhealthy.as_ref());
+    let left = observed.pod.is_some() || observed.mode_before().is_some();
     let mut due = Due { carries: !carried.is_empty() || left, ..Due::default() };
-    let way = match untouchable {
+    let way = match observed.carrier.untouchable() {
         Some(reason) if any_prepared(&observed) => Way { missing: Some(reason.clone()), ..Way::default() },
         // What Kerf has put there and nobody uses does not stay with somebody else, or on hardware that has failed.
         Some(reason) => Way { missing: Some(reason.clone()), ..tear_down(&observed) },
         None if carried.is_empty() => tear_down(&observed),
-        None => build_up(&observed, &carried),
+        None => match observed.carrier.present() {
+            Some(present) => build_up(&observed, present, &carried),
+            None => await_carrier(&observed),
+        },
     };
     due.steps = way.steps;
     due.blocked = way.blocked.or_else(|| unwanted(&desired, &observed, &carried));
     due.waits = due.carries && way.waits;
     for share in shares.values_mut().filter(|share| share.problem.is_none()) {
-        let limits = Limits::of(&share.wanted, observed.protocol);
+        let limits = observed.limits(&share.wanted);
         share.problem = way.missing.clone().or_else(|| not_in_force(&observed, &share.wanted.id, &limits));
     }
     let not_yet = |share: &Requested| {
@@ -181,7 +219,6 @@ pub fn due(desired: Desired<'_>, observed: Observed<'_>) -> Due {
 #[derive(Clone, Debug)]
 struct Requested {
     wanted: WantedShare,
-    placement: Option<kerf_crds::gpu_node::Placement>,
     /// What a claim is prepared for stays in its server whatever is wrong with it.
     prepared: bool,
     problem: Option<Reason>,
@@ -189,15 +226,14 @@ struct Requested {
 
 impl Requested {
     fn report(self, observed: &Observed<'_>) -> Share {
-        let Self { wanted, placement, problem, .. } = self;
-        let limits = Limits::of(&wanted, observed.protocol);
-        let isolation = observed.gpu.sharing.as_ref().map(|sharing| sharing.isolation).unwrap_or_default();
+        let Self { wanted, problem, .. } = self;
+        let (limits, isolation) = (observed.limits(&wanted), observed.carrier.isolation());
         let clients = observed.mps.clients.get(&namespace_of(observed.protocol, &wanted.id));
         Share {
-            placement,
+            placement: observed.carrier.placement,
             // The driver takes every byte, MPS does not.
             memory_bytes: match isolation {
-                kerf_crds::gpu_node::Isolation::Process => limits.memory,
+                Isolation::Process => limits.memory,
                 _ => wanted.memory_bytes,
             },
             compute_percent: limits.percent,
@@ -221,7 +257,7 @@ fn clients_of(observed: &Observed<'_>, share: &str) -> u32 {
         prepared.devices.iter().any(|device| has(&device.key.share)).then_some(&pod.uid)
     });
     let Some(pod) = pod else { return 0 };
-    observed.gpu.mps_clients.iter().filter(|process| process.pod_uid.as_ref() == Some(pod)).count() as u32
+    observed.carrier.clients().iter().filter(|process| process.pod_uid.as_ref() == Some(pod)).count() as u32
 }
 
 fn namespace_of(protocol: Protocol, share: &str) -> String {
@@ -231,21 +267,37 @@ fn namespace_of(protocol: Protocol, share: &str) -> String {
     }
 }
 
-/// All shares of the GPU with what is wrong with them, by id. What is prepared comes before what is not.
+/// The partitions that a carrier is, all of it or a share.
+fn partitions_of<'a>(
+    desired: &Desired<'a>,
+    observed: &Observed<'_>,
+) -> impl Iterator<Item = &'a Partition> + use<'a> {
+    let key = observed.carrier.key();
+    let of_carrier =
+        move |partition: &&Partition| partition.gpu == key.gpu && place(partition) == key.placement;
+    desired.partitions.iter().filter(of_carrier)
+}
+
+/// All shares of the carrier with what is wrong with them, by id. What is prepared comes before what is not.
 fn requested(desired: &Desired<'_>, observed: &Observed<'_>) -> BTreeMap<String, Requested> {
-    let gpu = observed.gpu;
     let mut all: BTreeMap<String, Requested> = BTreeMap::new();
-    let mut judge = Judge { observed, listed: desired.gpu.is_some(), first: None, free: gpu.memory_bytes };
+    let whole = partitions_of(desired, observed).filter(|partition| partition.share.is_none());
+    let mut judge = Judge {
+        observed,
+        listed: desired.gpu.is_some(),
+        whole: whole.into_iter().find_map(|partition| match &partition.owner {
+            Owner::Claim(owner) => Some(owner),
+            _ => None,
+        }),
+        first: None,
+        free: observed.carrier.present().map_or(0, |present| present.memory_bytes),
+    };
     for wanted in prepared_shares(observed) {
         judge.take(wanted);
-        let problem = too_little_isolation(gpu, wanted);
-        let share = Requested { wanted: wanted.clone(), placement: None, prepared: true, problem };
-        all.insert(wanted.id.clone(), share);
+        let problem = too_little_isolation(observed, wanted);
+        all.insert(wanted.id.clone(), Requested { wanted: wanted.clone(), prepared: true, problem });
     }
-    let mut others: Vec<(&Partition, &WantedShare)> = desired
-        .partitions
-        .iter()
-        .filter(|partition| partition.gpu == gpu.uuid)
+    let mut others: Vec<(&Partition, &WantedShare)> = partitions_of(desired, observed)
         .filter_map(|partition| Some((partition, partition.share.as_ref()?)))
         .collect();
     others.sort_by_key(|(_, share)| &share.id);
@@ -253,19 +305,8 @@ fn requested(desired: &Desired<'_>, observed: &Observed<'_>) -> BTreeMap<String,
         if all.contains_key(&wanted.id) {
             continue;
         }
-        let placement = partition.instance.as_ref().map(|instance| instance.placement);
-        let problem = match placement {
-            Some(_) => Some(reason(
-                problem_reason::SHARING_UNAVAILABLE,
-                "shares of MIG instances are not carried yet; only those of GPUs that are not cut are"
-                    .to_owned(),
-            )),
-            None => judge.problem(wanted),
-        };
-        all.insert(
-            wanted.id.clone(),
-            Requested { wanted: wanted.clone(), placement, prepared: false, problem },
-        );
+        let problem = judge.problem(partition.instance.as_ref(), wanted);
+        all.insert(wanted.id.clone(), Requested { wanted: wanted.clone(), prepared: false, problem });
     }
     all
 }
@@ -275,6 +316,8 @@ struct Judge<'a> {
     observed: &'a Observed<'a>,
     /// A policy manages the GPU.
     listed: bool,
+    /// The claim that is to have all of the carrier.
+    whole: Option<&'a ClaimOwner>,
     /// Limits of the first one.
     first: Option<Limits>,
     /// Bytes that nobody has yet.
@@ -283,12 +326,12 @@ struct Judge<'a> {
 
 impl Judge<'_> {
     fn take(&mut self, share: &WantedShare) {
-        self.first.get_or_insert(Limits::of(share, self.observed.protocol));
+        self.first.get_or_insert(self.observed.limits(share));
         self.free = self.free.saturating_sub(share.memory_bytes);
     }
 
-    fn problem(&mut self, share: &WantedShare) -> Option<Reason> {
-        let gpu = self.observed.gpu;
+    fn problem(&mut self, instance: Option<&WantedInstance>, share: &WantedShare) -> Option<Reason> {
+        let carrier = self.observed.carrier;
         let WantedShare { id, memory_bytes, compute_milli, .. } = share;
         let unit = self.observed.protocol.unit();
         if !self.listed {
@@ -302,35 +345,43 @@ impl Judge<'_> {
             let what = format!("'{id}' is no share's id: a lower-case UUID is");
             return Some(reason(problem_reason::BAD_SHARE, what));
         }
-        if *memory_bytes < unit || *memory_bytes > gpu.memory_bytes {
+        if let Some(owner) = self.whole {
             let what = format!(
-                "share {id} is to have {memory_bytes} bytes of memory; on {} it may be {unit} to {}",
-                gpu.name, gpu.memory_bytes
+                "share {id} is wanted, but all of {carrier} is claim {}/{}'s",
+                owner.namespace, owner.name
+            );
+            return Some(reason(problem_reason::OVERLAP, what));
+        }
+        let present = match there(carrier, instance) {
+            Ok(present) => present,
+            Err(missing) => return Some(missing),
+        };
+        if *memory_bytes < unit || *memory_bytes > present.memory_bytes {
+            let what = format!(
+                "share {id} is to have {memory_bytes} bytes of memory; on {carrier} it may be {unit} to {}",
+                present.memory_bytes
             );
             return Some(reason(problem_reason::BAD_SHARE, what));
         }
-        if !(1..=100_000).contains(compute_milli) {
+        let most = present.part.most_milli();
+        if !(1..=most).contains(&u64::from(*compute_milli)) {
             let what = format!(
-                "share {id} is to have {compute_milli} thousandths of a percent of the multiprocessors; it may be 1 to 100000"
+                "share {id} is to have {compute_milli} thousandths of a percent of the GPU's multiprocessors; on {carrier} it may \
+                 be 1 to {most}"
             );
             return Some(reason(problem_reason::BAD_SHARE, what));
         }
-        if gpu.mig.enabled {
-            let what = format!("share {id} is wanted of a GPU in MIG mode, which must be off for it");
-            return Some(reason(problem_reason::MIG_ON, what));
-        }
-        let Some(sharing) = &gpu.sharing else {
+        let Some(sharing) = &carrier.gpu.sharing else {
             let what = format!(
-                "{} carries no shares: that takes compute capability 7.0 or newer, a compute mode that can be read, and MPS' \
-                 programs in the driver's root",
-                gpu.name
+                "{carrier} carries no shares: that takes compute capability 7.0 or newer, a compute mode that can be read, and \
+                 MPS' programs in the driver's root"
             );
             return Some(reason(problem_reason::SHARING_UNAVAILABLE, what));
         };
-        if let Some(problem) = too_little_isolation(gpu, share) {
+        if let Some(problem) = too_little_isolation(self.observed, share) {
             return Some(problem);
         }
-        let limits = Limits::of(share, self.observed.protocol);
+        let limits = self.observed.limits(share);
         if let Some(first) = self.first.filter(|first| sharing.equal_sizes && *first != limits) {
             let what = format!(
                 "share {id} of {limits} cannot be beside those of {first}: before driver 615 an MPS server has one limit for all"
@@ -347,15 +398,42 @@ impl Judge<'_> {
     }
 }
 
-/// Nobody on the GPU limits the share's memory as it was planned.
-fn too_little_isolation(gpu: &Gpu, share: &WantedShare) -> Option<Reason> {
-    let there = gpu.sharing.as_ref()?.isolation;
+/// What the carrier has, or why it cannot carry anything now.
+fn there<'a>(carrier: Carrier<'a>, wanted: Option<&WantedInstance>) -> Result<Present<'a>, Reason> {
+    let mig = carrier.gpu.mig.enabled;
+    let (word, why) = match wanted {
+        None if mig => {
+            (problem_reason::MIG_ON, "MIG mode is on, and must be off for shares of the GPU itself")
+        }
+        Some(_) if !mig => (problem_reason::MIG_OFF, "MIG mode is off"),
+        _ => (problem_reason::MPS_NOT_READY, "it does not exist yet"),
+    };
+    let is_wanted = |wanted: &WantedInstance| {
+        let instance = carrier.instance();
+        instance.is_some_and(|instance| kerf_crds::profile::same(&instance.profile, &wanted.profile))
+    };
+    let present = carrier.present().filter(|_| wanted.is_none_or(is_wanted));
+    present.ok_or_else(|| {
+        let what = match wanted {
+            Some(WantedInstance { profile, placement: Placement { start, size } }) => {
+                format!("{profile} at {start}:{size} of {}", carrier.gpu.name)
+            }
+            None => carrier.to_string(),
+        };
+        reason(word, format!("{what} is to carry shares: {why}"))
+    })
+}
+
+/// Nobody limits the share's memory as it was planned.
+fn too_little_isolation(observed: &Observed<'_>, share: &WantedShare) -> Option<Reason> {
+    let carrier = observed.carrier;
+    carrier.gpu.sharing.as_ref()?;
+    let there = carrier.isolation();
     (share.isolation > there).then(|| {
         let what = format!(
-            "share {} wants its memory limited by {}, but on {} only {} does it",
+            "share {} wants its memory limited by {}, but on {carrier} only {} does it",
             share.id,
             share.isolation.word(),
-            gpu.name,
             there.word()
         );
         reason(problem_reason::ISOLATION_UNAVAILABLE, what)
@@ -393,10 +471,9 @@ impl Way {
 
 /// No share is wanted any more: the pod goes, then the compute mode is what it was.
 fn tear_down(observed: &Observed<'_>) -> Way {
-    let gpu = observed.gpu;
     let Some(pod) = observed.pod else {
-        return match observed.before {
-            Some(before) if gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS) => {
+        return match observed.mode_before() {
+            Some(before) if is_exclusive(observed) => {
                 match in_use(observed, "the compute mode cannot be what it was") {
                     Some(why) => Way::blocked(why),
                     None => Way::step(Step::RestoreComputeMode(before)),
@@ -420,8 +497,7 @@ fn unwanted(
     observed: &Observed<'_>,
     carried: &[(WantedShare, Limits)],
 ) -> Option<Reason> {
-    let mut of_gpu = desired.partitions.iter().filter(|partition| partition.gpu == observed.gpu.uuid);
-    if carried.is_empty() || of_gpu.any(|partition| partition.share.is_some()) {
+    if carried.is_empty() || partitions_of(desired, observed).any(|partition| partition.share.is_some()) {
         return None;
     }
     in_use(observed, "what carries shares that are not wanted any more stays")
@@ -436,74 +512,95 @@ fn form(protocol: Protocol, limits: Limits) -> Form {
 }
 
 /// The claims whose shares this pod's server can carry. Those of another form wait for another pod, as all do after the
-/// driver has come back with another protocol.
-fn served_by(observed: &Observed<'_>, pod: &ServerPod) -> Vec<ClaimReference> {
+/// driver has come back with another protocol, or the instance under another UUID.
+fn served_by(observed: &Observed<'_>, present: Present<'_>, pod: &ServerPod) -> Vec<ClaimReference> {
     let serves = |share: &WantedShare| {
-        form(observed.protocol, Limits::of(share, observed.protocol)).to_string() == pod.form
+        pod.device == present.uuid && form(observed.protocol, observed.limits(share)).to_string() == pod.form
     };
+    let carrier = observed.carrier.key();
     let claims = observed.prepared.values().filter(|prepared| {
-        let mut of_gpu = prepared.devices.iter().filter(|device| device.key.gpu == observed.gpu.uuid);
-        of_gpu.any(|device| device.share.as_ref().is_none_or(serves))
+        let mut here = prepared.devices.iter().filter(|device| device.key.carrier() == carrier);
+        here.any(|device| device.share.as_ref().is_none_or(serves))
     });
     claims.map(|prepared| prepared.claim.clone()).collect()
 }
 
 /// The claims and clients that a server's end would end.
 fn in_use(observed: &Observed<'_>, what: &str) -> Option<Reason> {
-    used_by(observed, &holders(observed.prepared, &DeviceKey::gpu(&observed.gpu.uuid)), what)
+    used_by(observed, &holders_of_exactly(observed.prepared, &observed.carrier.key()), what)
 }
 
 /// These claims, and the clients that there are.
 fn used_by(observed: &Observed<'_>, claims: &[ClaimReference], what: &str) -> Option<Reason> {
-    let gpu = observed.gpu;
     let claims = claims.iter().map(|claim| format!("claim {}/{}", claim.namespace, claim.name));
-    let clients = gpu.mps_clients.iter().map(ToString::to_string);
-    let known: Vec<u32> = gpu.mps_clients.iter().map(|process| process.pid).collect();
+    let on_it = observed.carrier.clients();
+    let clients = on_it.iter().map(ToString::to_string);
+    let known: Vec<u32> = on_it.iter().map(|process| process.pid).collect();
     let more = observed.mps.clients.values().flatten().filter(|pid| !known.contains(pid));
     let users: Vec<String> = claims.chain(clients).chain(more.map(|pid| format!("pid {pid}"))).collect();
     (!users.is_empty())
         .then(|| reason(problem_reason::IN_USE, format!("{what}: in use by {}", users.join(", "))))
 }
 
+fn is_exclusive(observed: &Observed<'_>) -> bool {
+    observed.carrier.gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS)
+}
+
+/// Shares are prepared for claims, and what carries them is not there: a reboot ends instances. They are made again by
+/// themselves; a server that began without its instance does not find it later.
+fn await_carrier(observed: &Observed<'_>) -> Way {
+    let carrier = observed.carrier;
+    let serves_nobody =
+        |pod: &&ServerPod| !pod.going && carrier.is_gone() && used_by(observed, &[], "it goes").is_none();
+    match observed.pod.filter(serves_nobody) {
+        Some(pod) => Way::step(Step::ReplacePod(pod.clone())),
+        None => Way::wait(format!("{carrier} does not exist at the moment")),
+    }
+}
+
 /// Shares are wanted: compute mode, file, pod, server, namespaces, in this order.
-fn build_up(observed: &Observed<'_>, carried: &[(WantedShare, Limits)]) -> Way {
-    let gpu = observed.gpu;
-    if observed.pod.is_none() || gpu.compute_mode != Some(ComputeMode::EXCLUSIVE_PROCESS) {
-        let claims = holders_of_whole(observed.prepared, &DeviceKey::gpu(&gpu.uuid));
+fn build_up(observed: &Observed<'_>, present: Present<'_>, carried: &[(WantedShare, Limits)]) -> Way {
+    let carrier = observed.carrier;
+    // In MIG mode there is no exclusive one.
+    let takes_mode = carrier.is_gpu() && !is_exclusive(observed);
+    if observed.pod.is_none() || takes_mode {
+        let claims = holders_of_whole(observed.prepared, &carrier.key());
         let claims = claims.iter().map(|claim| format!("claim {}/{}", claim.namespace, claim.name));
         // One of a pod with a share is there past MPS: it is ended, and must not keep its own server away till then.
-        let strangers = gpu.processes.iter().filter(|process| !has_share(observed, process));
+        let strangers = carrier.processes().iter().filter(|process| !has_share(observed, process));
         let users: Vec<String> = claims.chain(strangers.map(ToString::to_string)).collect();
         if !users.is_empty() {
-            let what = format!("the GPU cannot carry shares: in use by {}", users.join(", "));
+            let what = format!("{carrier} cannot carry shares: in use by {}", users.join(", "));
             return Way::blocked(reason(problem_reason::IN_USE, what));
         }
     }
-    if gpu.compute_mode != Some(ComputeMode::EXCLUSIVE_PROCESS) {
+    if takes_mode {
         return Way::step(Step::TakeComputeMode);
     }
+    let device = present.uuid.to_owned();
     let form = form(observed.protocol, carried[0].1);
     let namespaces: Vec<(String, Limits)> =
         carried.iter().map(|(share, limits)| (namespace(&share.id), *limits)).collect();
     if observed.protocol == Protocol::V3 {
-        let wanted = config(&gpu.uuid, &namespaces);
+        let wanted = config(&device, &namespaces);
         if observed.config != Some(wanted.as_str()) {
             return Way::step(Step::WriteConfig(wanted));
         }
     }
-    let Some(pod) = observed.pod else { return Way::step(Step::CreatePod(form)) };
+    let Some(pod) = observed.pod else { return Way::step(Step::CreatePod { form, device }) };
     if pod.going {
         return Way::wait(format!("pod {} of the MPS server is being deleted", pod.name));
     }
     if pod.ended {
         return Way::step(Step::DeletePod(pod.clone()));
     }
-    if pod.form != form.to_string() {
-        let what = format!("the MPS server is for {}, not for {form}", pod.form);
+    if pod.form != form.to_string() || pod.device != device {
+        let what =
+            format!("the MPS server is for {} of {}, not for {form} of {device}", pod.form, pod.device);
         // Containers that start again at once may find the old server before the new driver has been seen. They could stay
         // for good, with limits that nobody can change; they have only begun.
         let of_another_driver = observed.outlived && !pod.speaks(observed.protocol);
-        return match used_by(observed, &served_by(observed, pod), &what) {
+        return match used_by(observed, &served_by(observed, present, pod), &what) {
             Some(why) if !of_another_driver => Way::blocked(why),
             _ => Way::step(Step::ReplacePod(pod.clone())),
         };
@@ -527,7 +624,7 @@ fn build_up(observed: &Observed<'_>, carried: &[(WantedShare, Limits)]) -> Way {
         Server::Absent | Server::Exited if observed.protocol == Protocol::V3 && any_prepared(observed) => {
             Way::step(Step::ReplacePod(pod.clone()))
         }
-        Server::Absent => Way::step(Step::CreateServer),
+        Server::Absent => Way::step(Step::CreateServer { device }),
         Server::Exited => Way::step(Step::DeleteServer),
         Server::Starting => Way::wait("the MPS server is starting".to_owned()),
         Server::Fault => Way::wait(
@@ -550,17 +647,18 @@ fn build_up(observed: &Observed<'_>, carried: &[(WantedShare, Limits)]) -> Way {
 }
 
 fn prepared_shares<'a>(observed: &Observed<'a>) -> impl Iterator<Item = &'a WantedShare> {
-    let gpu = observed.gpu;
+    let carrier = observed.carrier.key();
     let devices = observed.prepared.values().flat_map(|prepared| &prepared.devices);
-    devices.filter(move |device| device.key.gpu == gpu.uuid).filter_map(|device| device.share.as_ref())
+    devices.filter(move |device| device.key.carrier() == carrier).filter_map(|device| device.share.as_ref())
 }
 
-/// Whether the process is of a pod with a prepared share of the GPU.
+/// Whether the process is of a pod with a prepared share of the carrier.
 fn has_share(observed: &Observed<'_>, process: &Process) -> bool {
-    let of_gpu = |device: &PreparedDevice| device.share.is_some() && device.key.gpu == observed.gpu.uuid;
+    let carrier = observed.carrier.key();
+    let here = |device: &PreparedDevice| device.share.is_some() && device.key.carrier() == carrier;
     observed.prepared.values().any(|prepared| {
         let pod = prepared.pod.as_ref().map(|pod| &pod.uid);
-        pod.is_some() && pod == process.pod_uid.as_ref() && prepared.devices.iter().any(of_gpu)
+        pod.is_some() && pod == process.pod_uid.as_ref() && prepared.devices.iter().any(here)
     })
 }
 

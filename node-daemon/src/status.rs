@@ -9,7 +9,7 @@ use kerf_crds::conditions::{node as condition, node_reason};
 use kerf_crds::gpu_node::{self as api, Geometry, GpuNodeStatus, Reason};
 use kerf_crds::{GpuNode, names};
 use kube::api::{Patch, PatchParams};
-use kube::{Api, Client};
+use kube::{Api, Client, Resource as _};
 use serde_json::json;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -17,7 +17,7 @@ use crate::answer::{LIMIT, within};
 use crate::backoff::Backoff;
 use crate::inventory::{Gpu, Instance, Inventory, Process};
 use crate::node::{GpuReport, Kubelet, NodeState, SeenSpec};
-use crate::prepared::{DeviceKey, PreparedClaims, PreparedDevice, holders};
+use crate::prepared::{DeviceKey, PreparedClaims, PreparedDevice, holders_of_whole};
 
 /// Changes that come within this time of each other are one write.
 const DEBOUNCE: Duration = Duration::from_millis(20);
@@ -104,7 +104,7 @@ fn report_gpu(
         clients: clients(report.map_or(&[], |report| &report.clients)),
         claims: claims.map(|entry| entry.claim.clone()).collect(),
         // An MPS server is one of them until the compute mode is what it was: nobody is to get the whole GPU before.
-        processes: gpu.processes.len() as u32 + u32::from(gpu.carries),
+        processes: gpu.processes.len() as u32 + u32::from(gpu.mps.there),
         instances: gpu.instances.iter().map(|instance| report_instance(gpu, instance, prepared)).collect(),
         sharing: gpu.sharing.clone(),
         shares: gpu.shares.iter().map(|share| report_share(gpu, share, prepared)).collect(),
@@ -136,8 +136,10 @@ fn report_instance(gpu: &Gpu, instance: &Instance, prepared: &PreparedClaims) ->
         gpu_instance_id: instance.gpu_instance_id,
         uuid: instance.device().map(|device| device.uuid.clone()),
         foreign: instance.foreign,
-        claims: holders(prepared, &key),
-        processes: instance.processes.len() as u32,
+        // Those of shares are with the shares.
+        claims: holders_of_whole(prepared, &key),
+        // As of a GPU: nobody is to get all of it before the MPS server has gone.
+        processes: instance.processes.len() as u32 + u32::from(instance.mps.there),
         unhealthy: instance.unhealthy.clone(),
     }
 }
@@ -376,17 +378,18 @@ async fn current_conditions(nodes: &Api<GpuNode>, name: &str) -> Vec<Condition> 
     }
 }
 
+/// Server-side apply: what the daemon wrote before and no longer says goes, what others wrote stays, as the conditions of
+/// the job that verifies shares.
 async fn patch(nodes: &Api<GpuNode>, name: &str, status: &GpuNodeStatus) -> Result<(), kube::Error> {
-    let mut status = json!(status);
-    // A merge patch leaves alone what it does not mention, and an empty list is not mentioned.
-    if let Some(fields) = status.as_object_mut() {
-        for field in ["observedGeneration", "gpus", "geometries", "conditions"] {
-            fields.entry(field).or_insert(serde_json::Value::Null);
-        }
-    }
-    let params = PatchParams { field_manager: Some(names::NODE_DAEMON.into()), ..PatchParams::default() };
-    let patch = Patch::Merge(json!({ "status": status }));
-    within(LIMIT, nodes.patch_status(name, &params, &patch)).await.map(drop)
+    let params = PatchParams::apply(names::NODE_DAEMON).force();
+    within(LIMIT, nodes.patch_status(name, &params, &Patch::Apply(applied(name, status)))).await.map(drop)
+}
+
+fn applied(name: &str, status: &GpuNodeStatus) -> serde_json::Value {
+    json!({
+        "apiVersion": GpuNode::api_version(&()), "kind": GpuNode::kind(&()),
+        "metadata": { "name": name }, "status": status,
+    })
 }
 
 #[cfg(test)]

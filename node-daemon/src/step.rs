@@ -4,7 +4,7 @@
 //! makes that change, looks again, and asks again; so a crash between any two of them needs no repair of its own.
 //!
 //! Invariants, whatever is wanted (property tests in [`tests`]):
-//! - nothing in use, nothing foreign and nothing wanted is destroyed (a warm instance that stands in a claim's way is
+//! - nothing in use, nothing that carries shares, nothing foreign and nothing wanted is destroyed (a warm instance that stands in a claim's way is
 //!   not wanted, nor is a failed one);
 //! - nothing is created over something that exists;
 //! - with nothing in use, repeated steps end, and then every wanted partition that can exist does;
@@ -344,6 +344,13 @@ fn mode_step(entry: &DesiredGpu, wanted: &[Wanted], observed: &Observed<'_>) -> 
     if let Some(instance) = gpu.instances.iter().find(|instance| !instance.processes.is_empty()) {
         return Some(in_use("MIG mode cannot be switched", &[], &instance.processes));
     }
+    // The claims on record are seen to; this is what they leave behind.
+    if gpu.mps.there && on {
+        return Some(carries("MIG mode cannot be switched", "the GPU"));
+    }
+    if let Some(instance) = gpu.instances.iter().find(|instance| carries_shares(instance)) {
+        return Some(carries("MIG mode cannot be switched", &target(instance).to_string()));
+    }
     if let Some(instance) = gpu.instances.iter().find(|instance| instance.foreign) {
         return Some(blocked(
             problem_reason::OVERLAP,
@@ -360,6 +367,15 @@ fn in_use(what: &str, claims: &[ClaimReference], processes: &[crate::inventory::
     let claims = claims.iter().map(|claim| format!("claim {}/{}", claim.namespace, claim.name));
     let holders: Vec<String> = claims.chain(processes.iter().map(ToString::to_string)).collect();
     blocked(problem_reason::IN_USE, format!("{what}: in use by {}", holders.join(", ")))
+}
+
+/// An MPS server is there, or somebody is in it.
+fn carries_shares(instance: &Instance) -> bool {
+    instance.mps.there || !instance.mps.clients.is_empty()
+}
+
+fn carries(what: &str, carrier: &str) -> Step {
+    blocked(problem_reason::IN_USE, format!("{what}: the MPS server of {carrier} is still there"))
 }
 
 fn target(instance: &Instance) -> Target {
@@ -523,6 +539,9 @@ impl Planner<'_> {
             Some(instance) => {
                 let claims = holders(self.observed.prepared, &self.key(instance));
                 let what = format!("{wanted} has to wait for {}", target(instance));
+                if claims.is_empty() && carries_shares(instance) {
+                    return carries(&what, "it");
+                }
                 match claims.is_empty() && instance.processes.is_empty() {
                     true => {
                         blocked(problem_reason::OVERLAP, format!("{what}, which is wanted or not Kerf's"))
@@ -548,6 +567,7 @@ impl Planner<'_> {
     fn unused(&self, instance: &Instance) -> bool {
         !instance.foreign
             && instance.processes.is_empty()
+            && !carries_shares(instance)
             && holders(self.observed.prepared, &self.key(instance)).is_empty()
     }
 

@@ -1,9 +1,10 @@
-//! Watches what the programs in shares do, every second while any is given out, and more often while a server is not well.
+//! Watches what the programs in shares do, every second while any is given out, and more often while a server is not well. Each
+//! GPU and each MIG instance with shares is looked at by itself.
 //!
 //! - Where MPS alone limits memory, it does so for each process by itself: of a pod whose processes together have more than
 //!   its shares (and what contexts take), the largest are ended until the rest fits. (Where the driver limits memory, it limits the pod.)
-//! - A process of such a pod that is on the GPU past MPS is ended: in EXCLUSIVE_PROCESS it can get there only while no
-//!   server runs, and it would keep the server from coming back.
+//! - A process of such a pod that is there past MPS is ended. To a GPU in EXCLUSIVE_PROCESS it can get only while no server
+//!   runs, and it would keep the server from coming back; a MIG instance lets it in at any time.
 //! - Where the driver limits memory, the limits of prepared pods are read again, and set again if they are not there: a
 //!   driver that was loaded anew has forgotten them.
 
@@ -13,6 +14,7 @@ use std::time::{Duration, Instant};
 use kerf_crds::gpu_node::Isolation;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
+use crate::carrier::Carrier;
 use crate::events::Note;
 use crate::hardware::{self, Failure, ProcessMemory};
 use crate::holders;
@@ -20,7 +22,7 @@ use crate::inventory::{Gpu, Inventory};
 use crate::mps::Protocol;
 use crate::mps::control::{Seen, Server};
 use crate::plugin::{PodLimits, shares_of};
-use crate::prepared::PreparedClaims;
+use crate::prepared::{DeviceKey, PreparedClaims};
 use crate::worker::{Context, blocking, no_session};
 
 /// What NVML may count of a process beside what it allocates: a context of CUDA's has a few hundred MiB.
@@ -34,7 +36,7 @@ const UNWELL: Duration = Duration::from_millis(250);
 /// So far apart are the looks at limits that the driver keeps.
 const LIMITS: Duration = Duration::from_secs(10);
 
-/// What a pod may have of a GPU.
+/// What a pod may have of a carrier.
 #[derive(Clone, Copy, Debug)]
 struct Allowed {
     bytes: u64,
@@ -42,7 +44,7 @@ struct Allowed {
     by_driver: bool,
 }
 
-/// A process of a pod on a GPU.
+/// A process of a pod on a carrier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Use {
     pid: u32,
@@ -59,7 +61,7 @@ enum Why {
     PastMps,
 }
 
-/// What has to end of a pod's processes on a GPU.
+/// What has to end of a pod's processes on a carrier.
 fn excess(uses: &[Use], allowed: Allowed) -> Vec<(u32, Why)> {
     let mut ended: Vec<(u32, Why)> =
         uses.iter().filter(|user| !user.mps).map(|user| (user.pid, Why::PastMps)).collect();
@@ -87,13 +89,13 @@ pub async fn run(context: Context, limits: PodLimits) -> anyhow::Result<()> {
     loop {
         let claims = prepared.borrow_and_update().clone();
         let inventory = watch.context.state.latest();
-        let gpus: BTreeSet<&str> = claims
+        let carriers: BTreeSet<DeviceKey> = claims
             .values()
             .flat_map(|record| &record.devices)
             .filter(|device| device.share.is_some())
-            .map(|device| device.key.gpu.as_str())
+            .map(|device| device.key.carrier())
             .collect();
-        if gpus.is_empty() {
+        if carriers.is_empty() {
             watch.told.clear();
             if prepared.changed().await.is_err() {
                 std::future::pending::<()>().await;
@@ -101,26 +103,31 @@ pub async fn run(context: Context, limits: PodLimits) -> anyhow::Result<()> {
             continue;
         }
         if let Some(inventory) = inventory.as_ref().filter(|inventory| inventory.unavailable.is_none()) {
-            for gpu in gpus.iter().filter_map(|uuid| inventory.gpu(uuid)) {
-                watch.look(gpu, inventory, &claims).await;
+            for gpu in &inventory.gpus {
+                let own = carriers.iter().filter(|key| key.gpu == gpu.uuid);
+                let own: Vec<Carrier<'_>> =
+                    own.map(|key| Carrier { gpu, placement: key.placement }).collect();
+                if !own.is_empty() {
+                    watch.look(gpu, &own, inventory, &claims).await;
+                }
             }
             if limits_at.is_none_or(|at| at.elapsed() >= LIMITS) {
                 keep_limits(&watch.context, &limits, inventory, &claims).await;
                 limits_at = Some(Instant::now());
             }
         }
-        let unwell = |uuid: &&str| {
-            let gpu = inventory.as_ref().and_then(|inventory| inventory.gpu(uuid));
-            gpu.is_some_and(|gpu| !gpu.mps_server_up)
+        let unwell = |key: &DeviceKey| {
+            let gpu = inventory.as_ref().and_then(|inventory| inventory.gpu(&key.gpu));
+            gpu.is_some_and(|gpu| !Carrier { gpu, placement: key.placement }.is_served())
         };
-        tokio::time::sleep(if gpus.iter().any(unwell) { UNWELL } else { LOOK }).await;
+        tokio::time::sleep(if carriers.iter().any(unwell) { UNWELL } else { LOOK }).await;
     }
 }
 
 struct Watch {
     context: Context,
-    /// Processes that are to end, by GPU and pid.
-    told: BTreeMap<(String, u32), Found>,
+    /// Processes that are to end, by carrier and pid.
+    told: BTreeMap<(DeviceKey, u32), Found>,
 }
 
 /// A process that is to end.
@@ -133,7 +140,13 @@ struct Found {
 }
 
 impl Watch {
-    async fn look(&mut self, gpu: &Gpu, inventory: &Inventory, claims: &PreparedClaims) {
+    async fn look(
+        &mut self,
+        gpu: &Gpu,
+        carriers: &[Carrier<'_>],
+        inventory: &Inventory,
+        claims: &PreparedClaims,
+    ) {
         let (driver, uuid) = (self.context.driver.clone(), gpu.uuid.clone());
         let found: Result<Vec<ProcessMemory>, Failure> = blocking(move || {
             let library = driver.session().map_err(|_| no_session())?;
@@ -142,32 +155,42 @@ impl Watch {
         })
         .await;
         let Ok(found) = found else { return };
-        let by_driver = gpu.sharing.as_ref().is_some_and(|sharing| sharing.isolation >= Isolation::Driver);
         let pods: BTreeMap<&str, String> = claims
             .values()
             .filter_map(|record| record.pod.as_ref())
             .map(|pod| (pod.uid.as_str(), pod.id()))
             .collect();
-        let mut uses: BTreeMap<&str, Vec<Use>> = BTreeMap::new();
-        for ProcessMemory { pid, bytes, mps } in found {
+        let mut uses: BTreeMap<(Option<u32>, &str), Vec<Use>> = BTreeMap::new();
+        for ProcessMemory { pid, gpu_instance, bytes, mps } in found {
             let Some(uid) = holders::process(pid).pod_uid else { continue };
             if let Some((uid, _)) = pods.get_key_value(uid.as_str()) {
-                uses.entry(uid).or_default().push(Use { pid, bytes, mps });
+                uses.entry((gpu_instance, uid)).or_default().push(Use { pid, bytes, mps });
             }
         }
-        let sum = |uses: &Vec<Use>| uses.iter().map(|one| one.bytes).sum();
-        let sums = uses.iter().map(|(uid, uses)| ((*uid).to_owned(), sum(uses))).collect();
-        self.context.state.metrics.uses(&gpu.uuid, sums);
+        let protocol = Protocol::of_driver(&inventory.driver_version);
         let mut now = BTreeSet::new();
-        for (uid, uses) in &uses {
-            let Some(bytes) = shares_of(claims, uid).get(&gpu.uuid).copied() else { continue };
-            for (pid, why) in excess(uses, Allowed { bytes, by_driver }) {
-                now.insert((gpu.uuid.clone(), pid));
-                let protocol = Protocol::of_driver(&inventory.driver_version);
-                self.end(gpu, protocol, uid, &pods[uid], pid, why, bytes).await;
+        for carrier in carriers {
+            // The instance, where it is one; it may have gone since the inventory.
+            let instance = carrier.instance().map(|instance| instance.gpu_instance_id);
+            if !carrier.is_gpu() && instance.is_none() {
+                continue;
+            }
+            let key = carrier.key();
+            let here = uses.iter().filter(|((place, _), _)| *place == instance);
+            let here: BTreeMap<&str, &Vec<Use>> = here.map(|((_, uid), uses)| (*uid, uses)).collect();
+            let sum = |uses: &Vec<Use>| uses.iter().map(|one| one.bytes).sum();
+            let sums = here.iter().map(|(uid, uses)| ((*uid).to_owned(), sum(uses))).collect();
+            self.context.state.metrics.uses(&key, sums);
+            let by_driver = carrier.isolation() >= Isolation::Driver;
+            for (uid, uses) in here {
+                let Some(bytes) = shares_of(claims, uid).get(&key).copied() else { continue };
+                for (pid, why) in excess(uses, Allowed { bytes, by_driver }) {
+                    now.insert((key.clone(), pid));
+                    self.end(*carrier, protocol, uid, &pods[uid], pid, why, bytes).await;
+                }
             }
         }
-        self.told.retain(|key, _| key.0 != gpu.uuid || now.contains(key));
+        self.told.retain(|key, _| key.0.gpu != gpu.uuid || now.contains(key));
     }
 
     /// By MPS first, then by force. One that seems to be past MPS is looked at twice where there is a server: it may be on
@@ -175,7 +198,7 @@ impl Watch {
     #[allow(clippy::too_many_arguments, reason = "all of it is told")]
     async fn end(
         &mut self,
-        gpu: &Gpu,
+        carrier: Carrier<'_>,
         protocol: Protocol,
         uid: &str,
         pod: &str,
@@ -183,30 +206,30 @@ impl Watch {
         why: Why,
         limit: u64,
     ) {
-        let found = self.told.entry((gpu.uuid.clone(), pid)).or_default();
+        let found = self.told.entry((carrier.key(), pid)).or_default();
         found.looks += 1;
         let first = found.looks == 1;
+        let control = self.context.mps.control(&carrier.name(), protocol);
         let reason = match why {
             Why::PastMps => {
                 // One that hangs must not keep the watch from all others.
-                let control = self.context.mps.control(&gpu.name, protocol);
                 let seen = tokio::time::timeout(LOOK, control.look()).await;
                 let is_client = |seen: &Seen| seen.clients.values().flatten().any(|client| *client == pid);
                 let lets_in = seen.as_ref().map_or(true, |seen| lets_in(&seen.server));
                 if seen.is_ok_and(|seen| is_client(&seen)) || first && lets_in {
                     return;
                 }
-                "it is on the GPU past MPS".to_owned()
+                "it is there past MPS".to_owned()
             }
             Why::Memory(all) => {
                 format!("the pod's processes have {all} bytes together where its shares are {limit}")
             }
         };
         let name = holders::comm(pid);
-        let message = format!("{name} (pid {pid}) of pod {pod} is ended on {}: {reason}", gpu.name);
+        let message = format!("{name} (pid {pid}) of pod {pod} is ended on {carrier}: {reason}");
         if !std::mem::replace(&mut found.told, true) {
             tracing::warn!("{message}");
-            self.context.state.metrics.ended(&gpu.uuid, matches!(why, Why::PastMps));
+            self.context.state.metrics.ended(&carrier.gpu.uuid, matches!(why, Why::PastMps));
             self.context.notes.send(Note {
                 warning: true,
                 reason: "ShareExceeded".into(),
@@ -215,8 +238,7 @@ impl Watch {
             });
         }
         // One that hangs would keep the watch from all others.
-        if first && !matches!(why, Why::PastMps) && gpu.mps_server_up {
-            let control = self.context.mps.control(&gpu.name, protocol);
+        if first && !matches!(why, Why::PastMps) && carrier.is_served() {
             let server = control.look().await.server_pids.first().copied();
             match control.terminate(server, pid).await {
                 Ok(()) => return,

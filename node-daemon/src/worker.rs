@@ -1,33 +1,33 @@
 //! One GPU's worker: look, decide, act, look again. It is the only one that looks at its GPU and the only one that
 //! changes it, so what it publishes is in order and what it decides on is its own last look.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kerf_crds::conditions::{node_reason, problem_reason, unmanaged_reason};
-use kerf_crds::gpu_node::{ClaimReference, DesiredGpu, Partition, Reason, Share};
+use kerf_crds::gpu_node::{ClaimReference, DesiredGpu, Partition, Placement, Reason, Share};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use crate::backoff::Backoff;
+use crate::carrier::Carrier;
+use crate::carrying::{Carrying, Review};
 use crate::events::{Note, Notes};
+use crate::failed::{Failed, Why, fail};
 use crate::hardware::{self, Code, Driver, Facts, Failure, Identity, Known};
 use crate::health::Health;
 use crate::holders;
 use crate::inventory::{Gpu, Process};
-use crate::keeper::{self, View};
+use crate::keeper::{self, View, Views};
 use crate::modes::Modes;
 use crate::mps::Mps;
-use crate::mps::pods::ServerPod;
+use crate::mps::pods::Pods;
 use crate::node::{GpuReport, NodeState, SeenSpec};
 use crate::ours::Ours;
 use crate::pace::Pace;
 use crate::prepared::{Condemned, DeviceKey};
 use crate::shares;
 use crate::step::{Desired, Due, Observed, Step, due_steps};
-
-/// After a server was replaced that hung, the next one on the GPU that hangs is left alone for so long.
-const HUNG_AGAIN: Duration = Duration::from_secs(600);
 
 /// How soon to look again while something is waited for that only a look can show: processes that end.
 pub(crate) const WAITING: Duration = Duration::from_secs(1);
@@ -73,20 +73,6 @@ pub struct Context {
     pub modes: Modes,
 }
 
-/// A step that failed.
-#[derive(Debug)]
-struct Failed<S> {
-    step: S,
-    backoff: Backoff,
-    again: Instant,
-    code: Option<Code>,
-    reason: Reason,
-    /// Who keeps it from succeeding, where that is known and it is no claim.
-    clients: Vec<Process>,
-    /// It succeeded, and is still to be done: what it was to bring about may only take its time.
-    no_effect: bool,
-}
-
 /// The part of the world that concerns one GPU; while it stays the same there is nothing to decide.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Concern {
@@ -95,8 +81,23 @@ struct Concern {
     holders: Vec<ClaimReference>,
     verdict: Option<Option<Reason>>,
     round: u64,
-    /// The pod of its MPS server; `None` until the pods are known.
-    pod: Option<Option<ServerPod>>,
+    /// The pods of its MPS servers; `None` until the pods are known.
+    pods: Option<Pods>,
+}
+
+impl Concern {
+    fn desired(&self) -> Desired<'_> {
+        Desired { gpu: self.desired.as_ref(), partitions: &self.partitions }
+    }
+}
+
+/// What is due on one carrier of shares.
+#[derive(Debug)]
+struct Carried {
+    placement: Option<Placement>,
+    view: View,
+    due: shares::Due,
+    review: Review,
 }
 
 #[derive(Debug)]
@@ -108,18 +109,8 @@ struct Worker {
     /// Why the last look failed; `None` if it did not.
     unseen: Option<Failure>,
     failed: Vec<Failed<Step>>,
-    /// The same, of what carries its shares.
-    failed_shares: Vec<Failed<shares::Step>>,
-    /// The step of those that was carried out last.
-    taken: Option<shares::Step>,
-    /// The server's pod whose control daemon hangs, by its UID, and at how many looks in a row.
-    hangs: Option<(String, u32)>,
-    /// The server's pod, by its UID, and how often the driver had gone when it was first seen.
-    since: Option<(String, u64)>,
-    /// When a server's pod may be replaced again: one that never becomes well is not replaced all the time.
-    replaced: Option<(Backoff, Instant)>,
-    /// When one was replaced that hung.
-    hung: Option<Instant>,
+    /// What is known of what carries shares, by place.
+    carrying: BTreeMap<Option<Placement>, Carrying>,
     /// By what the GPU is blocked, since when, and whether that was told in an event.
     blocked: Option<(String, Instant, bool)>,
     /// Who alone is in the way, where that is no claim.
@@ -137,12 +128,7 @@ pub async fn run(context: Context, identity: Identity) -> anyhow::Result<()> {
         last: None,
         unseen: None,
         failed: Vec::new(),
-        failed_shares: Vec::new(),
-        taken: None,
-        hangs: None,
-        since: None,
-        replaced: None,
-        hung: None,
+        carrying: BTreeMap::new(),
         blocked: None,
         clients: Vec::new(),
         condemned: None,
@@ -177,7 +163,10 @@ impl Worker {
             holders: self.context.state.prepared.holders(&whole),
             verdict: self.context.verdicts.borrow().clone(),
             round: *self.context.rounds.borrow(),
-            pod: self.context.mps.pods.seen.borrow().as_ref().map(|pods| pods.get(uuid).cloned()),
+            pods: self.context.mps.pods.seen.borrow().as_ref().map(|pods| {
+                let own = pods.iter().filter(|(carrier, _)| carrier.gpu == *uuid);
+                own.map(|(carrier, pod)| (carrier.clone(), pod.clone())).collect()
+            }),
         };
         (concern, seen)
     }
@@ -193,7 +182,7 @@ impl Worker {
         let (mut gpu, facts) = match self.look(afresh).await {
             Ok(found) => found,
             Err(failure) => {
-                self.hangs = None;
+                self.carrying.values_mut().for_each(Carrying::not_seen);
                 return Some(self.not_seen(spec.as_deref(), failure));
             }
         };
@@ -204,12 +193,10 @@ impl Worker {
         }
         self.context.health.mark(&mut gpu);
         gpu.unmanaged = unmanaged(&gpu, concern);
-        let mut view = keeper::look(&self.context, &mut gpu, &facts).await;
-        let hangs = self.hangs.take();
-        self.hangs = view.as_mut().and_then(|view| view.count_hangs(hangs));
-        if let Some(view) = &mut view {
-            self.since = view.follow_driver(self.since.take(), self.context.driver.departures());
-        }
+        let prepared = self.context.state.prepared.snapshot();
+        let pods = concern.pods.clone().unwrap_or_default();
+        let places = shares::places(&gpu.uuid, &concern.partitions, &prepared, &pods);
+        let views = keeper::look(&self.context, &mut gpu, &facts, places, &pods).await;
         let lingering = gpu.instances.iter().any(|instance| {
             let key = DeviceKey::instance(&gpu.uuid, instance.placement);
             !instance.foreign
@@ -226,161 +213,122 @@ impl Worker {
             self.publish(gpu);
             return Some(rest);
         };
-        if view.is_none() {
-            gpu.shares = self.unknown_shares(&gpu, concern);
+        let mut carried = self.carried(&gpu, views, concern);
+        gpu.shares = carried.iter_mut().flat_map(|one| std::mem::take(&mut one.due.shares)).collect();
+        gpu.shares.sort_by(|one, other| one.id.cmp(&other.id));
+        if concern.pods.is_none() {
+            gpu.shares.iter_mut().for_each(say_pods_are_unknown);
+            carried.clear();
         }
-        if let Some(view) = &view {
-            let prepared = self.context.state.prepared.snapshot();
-            let desired = Desired { gpu: concern.desired.as_ref(), partitions: &concern.partitions };
-            let mut due = shares::due(desired, view.observed(&gpu, &prepared));
-            gpu.shares = std::mem::take(&mut due.shares);
-            // A GPU in MIG mode carries none, and is changed as if none were wanted.
-            if due.carries && !gpu.mig.enabled {
-                return self.carry(gpu, view, due, concern, &spec).await;
-            }
-        }
-        let Due { steps: due, needed, blocked } = self.due(&gpu, concern);
+        // A GPU that carries shares itself, or is to, is not cut meanwhile.
+        let carries = |one: &Carried| one.placement.is_none() && one.due.carries;
+        let Due { steps: due, needed, blocked } = match !gpu.mig.enabled && carried.iter().any(carries) {
+            true => Due::default(),
+            false => self.due(&gpu, concern),
+        };
         self.failed.retain(|failed| due.contains(&failed.step));
         // What fails to be tidied up is in nobody's way: the rest of the GPU is as good as before.
         let failing = self.failed.iter().find(|failed| due[..needed].contains(&failed.step));
-        let problem = failing.map(|failed| failed.reason.clone());
+        let of_shares = || carried.iter().find_map(|one| one.review.problem.clone());
+        let problem = failing.map(|failed| failed.reason.clone()).or_else(of_shares);
         self.clients = failing.map(|failed| failed.clients.clone()).unwrap_or_default();
-        if let Some(reason) =
-            blocked.as_ref().filter(|r| r.reason == unmanaged_reason::MODE_SWITCH_NOT_ALLOWED)
-        {
-            gpu.unmanaged = Some(reason.clone());
+        let (not_allowed, blocked): (Option<Reason>, Option<Reason>) = match blocked {
+            Some(why) if why.reason == unmanaged_reason::MODE_SWITCH_NOT_ALLOWED => (Some(why), None),
+            blocked => (None, blocked),
+        };
+        if not_allowed.is_some() {
+            gpu.unmanaged = not_allowed;
         }
+        let blocked = blocked.or_else(|| carried.iter().find_map(|one| one.due.blocked.clone()));
         if problem.is_none()
             && concern.holders.is_empty()
             && blocked.as_ref().is_some_and(|reason| reason.reason == problem_reason::IN_USE)
         {
-            let of_instances = gpu.instances.iter().flat_map(|instance| &instance.processes);
-            self.clients = gpu.processes.iter().chain(of_instances).cloned().collect();
+            self.clients = everybody(&gpu);
         }
-        self.publish(gpu);
-        let now = Instant::now();
-        let ready =
-            due.into_iter().find(|step| self.failed.iter().all(|f| f.step != *step || f.again <= now));
-        if let Some(step) = ready {
-            self.report(&spec, problem);
-            return self.take(step, concern, &spec).await;
-        }
-        let blocked = blocked.filter(|reason| reason.reason != unmanaged_reason::MODE_SWITCH_NOT_ALLOWED);
-        let waits = blocked.is_some();
-        let lasting = self.lasting(blocked);
+        self.publish(gpu.clone());
+        let mut waits = blocked.is_some() || carried.iter().any(|one| one.due.waits);
+        let no_effect = carried.iter().find_map(|one| one.review.no_effect.clone());
+        let lasting = self.lasting(blocked.or(no_effect));
         self.report(&spec, problem.or(lasting));
-        let next_try = self.failed.iter().map(|failed| failed.again).min().unwrap_or_else(far_future);
-        let look = if waits { now + WAITING } else { far_future() };
-        Some(rest.min(next_try).min(look))
-    }
-
-    /// What can be said of shares before the pods of MPS servers are known.
-    fn unknown_shares(&self, gpu: &Gpu, concern: &Concern) -> Vec<Share> {
-        let prepared = self.context.state.prepared.snapshot();
-        let desired = Desired { gpu: concern.desired.as_ref(), partitions: &concern.partitions };
-        let mut shares = shares::due(desired, View::default().observed(gpu, &prepared)).shares;
-        for share in &mut shares {
-            let message = "the API server has not said yet which pods of MPS servers there are".to_owned();
-            share.problem = Some(Reason { reason: problem_reason::MPS_NOT_READY.into(), message });
-        }
-        shares
-    }
-
-    /// One step of what carries the GPU's shares.
-    async fn carry(
-        &mut self,
-        mut gpu: Gpu,
-        view: &View,
-        due: shares::Due,
-        concern: &Concern,
-        spec: &Arc<SeenSpec>,
-    ) -> Option<Instant> {
-        self.failed.clear();
-        self.failed_shares.retain(|failed| due.steps.contains(&failed.step));
-        if let Some(step) = self.taken.take().filter(|step| due.steps.contains(step)) {
-            had_no_effect(&gpu.uuid, &mut self.failed_shares, step);
-        }
-        let failing = |no_effect| {
-            let failed = self.failed_shares.iter().find(|failed| failed.no_effect == no_effect);
-            failed.map(|failed| failed.reason.clone())
-        };
-        let (problem, no_effect) = (failing(false), failing(true));
-        self.clients.clear();
-        if let Some(failing) = &problem {
-            let not_ready = |reason: &&mut Reason| reason.reason == problem_reason::MPS_NOT_READY;
-            for why in gpu.shares.iter_mut().filter_map(|share| share.problem.as_mut()).filter(not_ready) {
-                *why = failing.clone();
+        for one in &carried {
+            if let Some(step) = &one.review.ready {
+                match self.take_for_shares(step.clone(), &gpu, one, concern, &spec).await {
+                    true => return None,
+                    false => waits = true,
+                }
             }
         }
-        if concern.holders.is_empty()
-            && due.blocked.as_ref().is_some_and(|why| why.reason == problem_reason::IN_USE)
-        {
-            self.clients = gpu.processes.iter().chain(&gpu.mps_clients).cloned().collect();
-        }
         let now = Instant::now();
-        let of = |step: &shares::Step| self.failed_shares.iter().find(|failed| failed.step == *step);
-        if due.steps.is_empty() && !due.waits {
-            self.replaced = None;
-        }
-        let again = self.replaced.as_ref().map(|(_, again)| *again).filter(|again| *again > now);
-        // Whoever can make a server hang is not to end its neighbours every other minute.
-        let hung = self.hung.filter(|at| view.hangs() && at.elapsed() < HUNG_AGAIN).is_some();
-        let paced =
-            |step: &shares::Step| (again.is_some() || hung) && matches!(step, shares::Step::ReplacePod(_));
-        let ready =
-            due.steps.iter().find(|step| !paced(step) && of(step).is_none_or(|f| f.again <= now)).cloned();
-        self.publish(gpu.clone());
-        let lasting = self.lasting(due.blocked.or(no_effect));
-        self.report(spec, problem.or(lasting));
+        let ready = due.into_iter().find(|step| {
+            // Before the pods are known, nobody knows what a server may still have to do with.
+            let known = concern.pods.is_some() || step.disturbs(&gpu.uuid).is_none();
+            known && self.failed.iter().all(|f| f.step != *step || f.again <= now)
+        });
         if let Some(step) = ready {
-            return self.take_for_shares(step, &gpu, view, concern, spec).await;
+            return self.take(step, concern, &spec).await;
         }
-        let next_try = self.failed_shares.iter().map(|failed| failed.again).chain(again).min();
-        let next_try = next_try.unwrap_or_else(far_future);
-        Some(next_try.min(now + if due.waits { WAITING } else { CARRYING }))
+        let tries = self.failed.iter().map(|failed| failed.again);
+        let next_try = tries.chain(carried.iter().filter_map(|one| one.review.again)).min();
+        let look = match waits {
+            true => now + WAITING,
+            false if carried.iter().any(|one| one.due.carries) => now + CARRYING,
+            false => far_future(),
+        };
+        Some(rest.min(next_try.unwrap_or_else(far_future)).min(look))
     }
 
-    /// Takes one step, if its ground still is what it was decided on.
+    /// What is due on each carrier.
+    fn carried(&mut self, gpu: &Gpu, views: Views, concern: &Concern) -> Vec<Carried> {
+        let prepared = self.context.state.prepared.snapshot();
+        let departures = self.context.driver.departures();
+        self.carrying.retain(|placement, _| views.contains_key(placement));
+        let due = |(placement, mut view): (Option<Placement>, View)| {
+            let carrier = Carrier { gpu, placement };
+            let known = self.carrying.entry(placement).or_default();
+            known.follow(&mut view, departures);
+            let mut due = shares::due(concern.desired(), view.observed(carrier, &prepared));
+            let review = known.review(&carrier.to_string(), &view, &mut due);
+            Carried { placement, view, due, review }
+        };
+        views.into_iter().map(due).collect()
+    }
+
+    /// Takes one step, if its ground still is what it was decided on; `false`: it would disturb a claim that the decision did
+    /// not see, or does not count.
     async fn take_for_shares(
         &mut self,
         step: shares::Step,
         gpu: &Gpu,
-        view: &View,
+        carried: &Carried,
         concern: &Concern,
         spec: &SeenSpec,
-    ) -> Option<Instant> {
-        let uuid = self.identity.uuid.clone();
-        let condemned = match step.disturbs(&uuid) {
+    ) -> bool {
+        let Carried { placement, view, .. } = carried;
+        let carrier = Carrier { gpu, placement: *placement };
+        let condemned = match step.disturbs(&carrier.key()) {
             None => None,
             Some(key) => match self.context.state.prepared.condemn(key, step.users()) {
                 Some(condemned) => Some(condemned),
-                // A claim that the decision did not see, or that it does not count.
-                None => return Some(Instant::now() + WAITING),
+                None => return false,
             },
         };
         if self.concern().0 != *concern {
-            return None;
+            return true;
         }
         self.condemned = condemned;
-        if let shares::Step::ReplacePod(_) = step {
-            if view.hangs() {
-                self.hung = Some(Instant::now());
-            }
-            let mut backoff =
-                self.replaced.take().map_or_else(|| Backoff::new(&uuid), |(backoff, _)| backoff);
-            let again = Instant::now() + backoff.pause();
-            self.replaced = Some((backoff, again));
-        }
-        tracing::info!(gpu = %uuid, generation = spec.generation, "{step}");
-        let result = keeper::act(&self.context, gpu, view.protocol, &step).await;
+        self.carrying.entry(*placement).or_default().begin(&carrier.to_string(), view, &step);
+        tracing::info!(gpu = %gpu.uuid, generation = spec.generation, "{step} ({carrier})");
+        let result = keeper::act(&self.context, carrier, view.protocol, &step).await;
         self.context.state.metrics.share_step(&step, result.is_ok());
+        let known = self.carrying.entry(*placement).or_default();
         match result {
-            Ok(()) => self.taken = Some(step),
+            Ok(()) => known.done(step),
             Err(reason) => {
-                fail(&self.context, &uuid, &mut self.failed_shares, step, None, reason, Vec::new());
+                fail(&self.context.notes, &gpu.uuid, &mut known.failed, step, reason.into());
             }
         }
-        None
+        true
     }
 
     /// What blocks, once it has done so for a while.
@@ -406,7 +354,7 @@ impl Worker {
         let short_of_resources =
             self.failed.iter().any(|failed| failed.code == Some(Code::INSUFFICIENT_RESOURCES));
         due_steps(
-            Desired { gpu: concern.desired.as_ref(), partitions: &concern.partitions },
+            concern.desired(),
             Observed { gpu, prepared: &prepared, passed_over: &[], short_of_resources },
         )
     }
@@ -496,7 +444,7 @@ impl Worker {
             let message =
                 format!("the checkpoint of instances cannot be written, so nothing is created: {error}");
             let reason = Reason { reason: problem_reason::CHECKPOINT_FAILED.into(), message };
-            fail(&self.context, &uuid, &mut self.failed, step, None, reason, Vec::new());
+            fail(&self.context.notes, &uuid, &mut self.failed, step, reason.into());
             return None;
         }
         tracing::info!(gpu = %uuid, generation = spec.generation, "{step}");
@@ -528,7 +476,8 @@ impl Worker {
             Err(failure) => {
                 let (message, clients) = self.explain(&step, &failure).await;
                 let reason = Reason { reason: failure.code.name().into_owned(), message };
-                fail(&self.context, &uuid, &mut self.failed, step, Some(failure.code), reason, clients);
+                let why = Why { code: Some(failure.code), reason, clients };
+                fail(&self.context.notes, &uuid, &mut self.failed, step, why);
             }
         }
         None
@@ -647,45 +596,17 @@ impl Worker {
     }
 }
 
-/// Notes that a step failed, and when to try it again; what is new of it is told.
-fn fail<S: PartialEq>(
-    context: &Context,
-    gpu: &str,
-    list: &mut Vec<Failed<S>>,
-    step: S,
-    code: Option<Code>,
-    reason: Reason,
-    clients: Vec<Process>,
-) {
-    tracing::warn!(gpu, reason = %reason.reason, "failed {}", reason.message);
-    let known = list.iter_mut().find(|failed| failed.step == step);
-    if known.as_ref().is_none_or(|known| known.reason != reason) {
-        let Reason { reason, message } = reason.clone();
-        context.notes.send(Note { warning: true, reason, action: "Reshape", message });
-    }
-    match known {
-        Some(failed) => {
-            failed.again = Instant::now() + failed.backoff.pause();
-            (failed.code, failed.reason, failed.clients) = (code, reason, clients);
-            failed.no_effect = false;
-        }
-        None => {
-            let mut backoff = Backoff::new(gpu);
-            let again = Instant::now() + backoff.pause();
-            list.push(Failed { step, backoff, again, code, reason, clients, no_effect: false });
-        }
-    }
+/// What can be said of a share before the pods of MPS servers are known.
+fn say_pods_are_unknown(share: &mut Share) {
+    let message = "the API server has not said yet which pods of MPS servers there are".to_owned();
+    share.problem = Some(Reason { reason: problem_reason::MPS_NOT_READY.into(), message });
 }
 
-/// Notes that a step succeeded and is still to be done, and when to take it again.
-fn had_no_effect(gpu: &str, list: &mut Vec<Failed<shares::Step>>, step: shares::Step) {
-    let known = list.iter().position(|failed| failed.step == step);
-    let mut backoff = known.map_or_else(|| Backoff::new(gpu), |known| list.swap_remove(known).backoff);
-    let again = Instant::now() + backoff.pause();
-    let message = format!("to {step} of {gpu} succeeds, and has no effect");
-    tracing::debug!(gpu, "{message}");
-    let reason = Reason { reason: problem_reason::MPS_NOT_READY.into(), message };
-    list.push(Failed { step, backoff, again, code: None, reason, clients: Vec::new(), no_effect: true });
+/// All processes on the GPU and its instances, but for MPS servers of Kerf's.
+fn everybody(gpu: &Gpu) -> Vec<Process> {
+    let of_instances =
+        gpu.instances.iter().flat_map(|instance| instance.processes.iter().chain(&instance.mps.clients));
+    gpu.processes.iter().chain(&gpu.mps.clients).chain(of_instances).cloned().collect()
 }
 
 /// Why a GPU is not Kerf's, the node's reason before the GPU's own.

@@ -5,6 +5,7 @@
 //! known is an error, as what it says would be left out of account.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -126,8 +127,8 @@ pub struct Engines {
 pub struct Node {
     /// Name.
     pub name: String,
-    /// Labels, for selectors and affinity.
-    pub labels: BTreeMap<String, String>,
+    /// Labels, for selectors and affinity; shared with whoever else keeps them.
+    pub labels: Arc<BTreeMap<String, String>>,
     /// Taints that keep pods away (NoSchedule and NoExecute).
     pub taints: Vec<Taint>,
     /// Cordoned.

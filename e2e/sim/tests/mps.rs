@@ -572,6 +572,14 @@ fn a_mig_instance_has_a_daemon_of_its_own() {
         (&uuid.into(), &42.into())
     );
     assert_eq!(client.first["free"], 12 * GIB);
+    // 48 clients of a GPU are 20 of three of its seven slices.
+    let mut all = Program::start(&mut node.client(&node.pipe(), &["--processes", "19"]));
+    for _ in 1..19 {
+        assert_eq!(all.next()["event"], "started");
+    }
+    assert_eq!(node.run(&node.pipe(), ONE).1[0]["error"], "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED");
+    Command::new("kill").arg(all.child.id().to_string()).status().unwrap();
+    all.status();
     // Hard towards the outside, cooperative inside.
     let wrong = ["--set", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=7=1G", "--fill", "1Gi", "--keep-going"];
     let mut greedy = node.start(&node.pipe(), &wrong);

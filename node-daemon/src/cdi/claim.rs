@@ -6,6 +6,7 @@ use kerf_crds::gpu_node::Isolation;
 
 use super::nodes::{DriverFiles, NodesError};
 use super::spec::{CDI_VERSION, ContainerEdits, Device, Hook, Mount, Spec};
+use crate::carrier;
 use crate::inventory::Inventory;
 use crate::mps::Protocol;
 use crate::prepared::{Prepared, PreparedDevice};
@@ -114,7 +115,7 @@ fn with_void(mounts: &[Mount]) -> Vec<Mount> {
     mounts
 }
 
-/// The share's own pipe directory, and the shared memory of the GPU's MPS server.
+/// The share's own pipe directory, and the shared memory of its MPS server.
 fn mps_mounts(
     device: &PreparedDevice,
     share: &str,
@@ -123,7 +124,7 @@ fn mps_mounts(
 ) -> Result<Vec<Mount>, NodesError> {
     let gone = || NodesError::Gone { device: device.device.clone(), uuid: device.uuid.clone() };
     let gpu = inventory.gpu(&device.key.gpu).ok_or_else(gone)?;
-    let paths = files.mps.of(&gpu.name);
+    let paths = files.mps.of(&carrier::name(&gpu.name, device.key.placement));
     let pipe = paths.client_pipe(Protocol::of_driver(&inventory.driver_version), share);
     let mount = |host: std::path::PathBuf, container: &str| Mount {
         host_path: host.to_string_lossy().into_owned(),
@@ -308,6 +309,26 @@ mod tests {
         assert_eq!((hook.hook_name.as_str(), &hook.path), ("createRuntime", &hook.args[0]));
         let asks = ["/var/lib/kerf/hook.sock", "0f-uid", &spec.devices[0].name];
         assert_eq!(hook.args[1..], asks, "what it asks the daemon");
+    }
+
+    #[test]
+    fn a_share_of_an_instance_gets_the_instances_nodes_and_the_pipe_directory_of_its_server() {
+        let (_root, files) = driver();
+        let inventory = inventory();
+        let mut prepared = prepared_claim("0f-uid", &inventory);
+        let device = &mut prepared.devices[0];
+        let id = "0f8fad5b-d9cb-469f-a165-70867728950e";
+        device.key = device.key.clone().with_share(id);
+        device.share = Some(kerf_crds::gpu_node::WantedShare { id: id.into(), ..Default::default() });
+        let spec = claim_spec(&prepared, &inventory, &files, &common()).expect("run as root");
+        let edits = &spec.devices[0].container_edits;
+        assert_eq!(
+            paths(edits),
+            ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap84", "/dev/nvidia-caps/nvidia-cap85"]
+        );
+        assert_eq!(edits.env, ["KERF_DEVICE_R=MIG-9", "CUDA_MPS_PIPE_DIRECTORY=/run/kerf/mps"]);
+        let hosts: Vec<_> = edits.mounts.iter().map(|mount| mount.host_path.as_str()).collect();
+        assert_eq!(hosts, ["/run/kerf/mps/gpu-00000000-4-1/pipe", "/run/kerf/mps/gpu-00000000-4-1/shm"]);
     }
 
     #[test]

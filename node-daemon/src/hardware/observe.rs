@@ -11,7 +11,7 @@ use super::error::{Code, Failure};
 use super::geometry::{self, Known};
 use super::raw::{Library, Named as _, ProcessKind, RawGpu, RawInstance, RawMigDevice, RawProcess};
 use crate::holders;
-use crate::inventory::{ComputeInstance, ComputeMode, Gpu, Instance, Process};
+use crate::inventory::{ComputeInstance, ComputeMode, Gpu, Instance, MpsState, Process};
 
 /// First architecture on which MIG mode is switched without a reset: `NVML_DEVICE_ARCH_HOPPER`.
 const ARCH_HOPPER: u32 = 9;
@@ -46,9 +46,9 @@ pub fn observe(
     }
     gpu.geometry = known.geometry.clone();
     let (processes, mps_clients) = processes(&raw)?;
-    gpu.mps_clients = named(mps_clients.iter().filter(|process| process.gpu_instance.is_none()));
+    gpu.mps.clients = named(mps_clients.iter().filter(|process| process.gpu_instance.is_none()));
     if gpu.mig.enabled {
-        gpu.instances = instances(&raw, known, &processes)?;
+        gpu.instances = instances(&raw, known, &processes, &mps_clients)?;
     }
     let known_instance = |id: u32| gpu.instances.iter().any(|instance| instance.gpu_instance_id == id);
     gpu.processes =
@@ -183,6 +183,7 @@ fn instances(
     raw: &RawGpu<'_>,
     known: &mut Known,
     processes: &[RawProcess],
+    mps_clients: &[RawProcess],
 ) -> Result<Vec<Instance>, Failure> {
     let Some(geometry) = known.geometry.clone() else { return Ok(Vec::new()) };
     let devices = raw.mig_devices()?;
@@ -195,15 +196,17 @@ fn instances(
         };
         for instance in found.into_iter().filter(|instance| instance.profile_id == profile.id) {
             let compute_instances = compute_instances(raw, &instance, known, &devices)?;
+            let on_it = |all: &[RawProcess]| {
+                named(all.iter().filter(|process| process.gpu_instance == Some(instance.id)))
+            };
             instances.push(Instance {
                 profile: profile.name.clone(),
                 profile_id: instance.profile_id,
                 placement: instance.placement,
                 gpu_instance_id: instance.id,
                 compute_instances,
-                processes: named(
-                    processes.iter().filter(|process| process.gpu_instance == Some(instance.id)),
-                ),
+                processes: on_it(processes),
+                mps: MpsState { clients: on_it(mps_clients), ..MpsState::default() },
                 ..Instance::default()
             });
         }
@@ -246,14 +249,15 @@ fn compute_instances(
     Ok(list)
 }
 
-/// All processes on the GPU and its instances, each pid once for each place; and those that an MPS server lets in, which
-/// are among the first where they are in an instance. A kind of list that the library does not have holds nobody.
+/// All processes on the GPU and its instances, each pid once for each place, but for those that an MPS server lets in; and
+/// these. A kind of list that the library does not have holds nobody.
 fn processes(raw: &RawGpu<'_>) -> Result<(Vec<RawProcess>, Vec<RawProcess>), Failure> {
     let mut all = listed(raw, ProcessKind::Compute)?;
     all.extend(listed(raw, ProcessKind::Graphics)?);
     let clients = listed(raw, ProcessKind::Mps)?;
-    all.extend(clients.iter().filter(|process| process.gpu_instance.is_some()));
     let place = |process: &RawProcess| (process.gpu_instance, process.pid);
+    // The library may have them in both lists.
+    all.retain(|process| clients.iter().all(|client| place(client) != place(process)));
     all.sort_unstable_by_key(place);
     all.dedup_by_key(|process| place(process));
     Ok((all, clients))
@@ -268,23 +272,27 @@ fn listed(raw: &RawGpu<'_>, kind: ProcessKind) -> Result<Vec<RawProcess>, Failur
     }
 }
 
-/// A process and the bytes of a GPU's memory that it has.
+/// A process and the bytes of memory that it has of a GPU, or of a GPU instance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessMemory {
     pub pid: u32,
+    /// NVML's id of the GPU instance; `None`: outside any.
+    pub gpu_instance: Option<u32>,
     pub bytes: u64,
     /// An MPS server let it in.
     pub mps: bool,
 }
 
-/// The processes with a compute context on a GPU. One that is in both of NVML's lists has the same memory in both.
+/// The processes with a compute context on a GPU and its instances. One that is in both of NVML's lists has the same memory
+/// in both.
 pub fn memory_by_process(library: &Library, uuid: &str) -> Result<Vec<ProcessMemory>, Failure> {
     let raw = library.gpu(uuid)?;
-    let mut all: BTreeMap<u32, ProcessMemory> = BTreeMap::new();
+    let mut all: BTreeMap<(Option<u32>, u32), ProcessMemory> = BTreeMap::new();
     for (kind, by_mps) in [(ProcessKind::Compute, false), (ProcessKind::Mps, true)] {
         for process in listed(&raw, kind)? {
-            let pid = process.pid;
-            let entry = all.entry(pid).or_insert(ProcessMemory { pid, bytes: 0, mps: by_mps });
+            let RawProcess { pid, gpu_instance, .. } = process;
+            let new = ProcessMemory { pid, gpu_instance, bytes: 0, mps: by_mps };
+            let entry = all.entry((gpu_instance, pid)).or_insert(new);
             entry.bytes = entry.bytes.max(process.memory.unwrap_or_default());
             entry.mps |= by_mps;
         }

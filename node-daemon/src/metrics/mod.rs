@@ -10,6 +10,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use kerf_crds::gpu_node::Placement;
 use prometheus_client::encoding::{EncodeLabelSet, prometheus_text};
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -17,7 +18,9 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
+use crate::inventory::Instance;
 use crate::node::NodeState;
+use crate::prepared::DeviceKey;
 use crate::{shares, step};
 
 pub use serve::{Address, serve};
@@ -25,7 +28,7 @@ pub use serve::{Address, serve};
 /// kubelet gives a call up after 45 s, and the plugin waits for up to 40 s.
 const PREPARE_SECONDS: [f64; 11] = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 15.0, 40.0];
 
-/// What pods have of a GPU is asked about every second while it has shares; when it was not for so long, it is not known.
+/// What pods have of a carrier is asked about every second while it has shares; when it was not for so long, it is not known.
 const KNOWN: Duration = Duration::from_secs(15);
 
 /// Counters, from the start of the process, and what else no other part keeps. Cheap to clone.
@@ -34,10 +37,10 @@ pub struct Metrics {
     steps: Family<StepLabels, Counter>,
     prepares: Family<PrepareLabels, Histogram, fn() -> Histogram>,
     ended: Family<EndedLabels, Counter>,
-    used: Arc<Mutex<BTreeMap<String, Used>>>,
+    used: Arc<Mutex<BTreeMap<DeviceKey, Used>>>,
 }
 
-/// Memory of a GPU.
+/// Memory of a carrier of shares.
 #[derive(Debug)]
 struct Used {
     at: Instant,
@@ -74,8 +77,16 @@ struct ModeLabels {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct PlaceLabels {
+    gpu: String,
+    placement: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct ShareLabels {
     gpu: String,
+    /// `start:size` of its instance; empty for a share of the GPU itself.
+    placement: String,
     share: String,
     namespace: String,
     pod: String,
@@ -115,10 +126,10 @@ impl Metrics {
             shares::Step::TakeComputeMode => "TakeComputeMode",
             shares::Step::RestoreComputeMode(_) => "RestoreComputeMode",
             shares::Step::WriteConfig(_) => "WriteConfig",
-            shares::Step::CreatePod(_) => "CreatePod",
+            shares::Step::CreatePod { .. } => "CreatePod",
             shares::Step::DeletePod(_) => "DeletePod",
             shares::Step::ReplacePod(_) => "ReplacePod",
-            shares::Step::CreateServer => "CreateServer",
+            shares::Step::CreateServer { .. } => "CreateServer",
             shares::Step::DeleteServer => "DeleteServer",
             shares::Step::CreateNamespace(..) => "CreateNamespace",
             shares::Step::SetNamespace(..) => "SetNamespace",
@@ -149,16 +160,16 @@ impl Metrics {
         count("past_mps", u64::from(past_mps));
     }
 
-    /// What pods with shares have of a GPU, in bytes, by UID.
-    pub fn uses(&self, gpu: &str, pods: BTreeMap<String, u64>) {
+    /// What pods with shares have of a carrier, in bytes, by UID.
+    pub fn uses(&self, carrier: &DeviceKey, pods: BTreeMap<String, u64>) {
         let used = Used { at: Instant::now(), pods };
-        self.used.lock().unwrap_or_else(PoisonError::into_inner).insert(gpu.to_owned(), used);
+        self.used.lock().unwrap_or_else(PoisonError::into_inner).insert(carrier.clone(), used);
     }
 
     /// `None` where that is not known.
-    fn used(&self, gpu: &str, pod: &str) -> Option<u64> {
+    fn used(&self, carrier: &DeviceKey, pod: &str) -> Option<u64> {
         let used = self.used.lock().unwrap_or_else(PoisonError::into_inner);
-        let known = used.get(gpu).filter(|used| used.at.elapsed() < KNOWN)?;
+        let known = used.get(carrier).filter(|used| used.at.elapsed() < KNOWN)?;
         Some(known.pods.get(pod).copied().unwrap_or_default())
     }
 }
@@ -192,16 +203,29 @@ pub fn scrape(state: &NodeState) -> Result<String, std::fmt::Error> {
     Ok(text)
 }
 
+/// A place, as labels have it.
+fn text(placement: Option<Placement>) -> String {
+    placement.map(|Placement { start, size }| format!("{start}:{size}")).unwrap_or_default()
+}
+
 fn gpus(state: &NodeState, registry: &mut Registry) {
     let [memory, shares, server] = [(); 3].map(|()| Gauges::<GpuLabels>::default());
+    let of_instance = Gauges::<PlaceLabels>::default();
     let mode = Gauges::<ModeLabels>::default();
     let inventory = state.latest();
     for gpu in inventory.iter().flat_map(|inventory| &inventory.gpus) {
         let labels = GpuLabels { gpu: gpu.uuid.clone() };
         memory.get_or_create(&labels).set(gpu.memory_bytes);
         shares.get_or_create(&labels).set(gpu.shares.len() as u64);
-        if gpu.mps_server_up || !gpu.shares.is_empty() {
-            server.get_or_create(&labels).set(u64::from(gpu.mps_server_up));
+        let carries = |placement| gpu.shares.iter().any(|share| share.placement == placement);
+        if gpu.mps.up || carries(None) {
+            server.get_or_create(&labels).set(u64::from(gpu.mps.up));
+        }
+        for Instance { placement, mps, .. } in &gpu.instances {
+            if mps.up || carries(Some(*placement)) {
+                let labels = PlaceLabels { gpu: gpu.uuid.clone(), placement: text(Some(*placement)) };
+                of_instance.get_or_create(&labels).set(u64::from(mps.up));
+            }
         }
         if let Some(compute_mode) = gpu.compute_mode {
             let labels = ModeLabels { gpu: gpu.uuid.clone(), mode: compute_mode.to_string() };
@@ -220,6 +244,11 @@ fn gpus(state: &NodeState, registry: &mut Registry) {
         "Whether the MPS server of a GPU with shares takes clients",
         server,
     );
+    registry.register(
+        "mig_mps_server_up",
+        "Whether the MPS server of a MIG instance with shares takes clients, by the instance's place (start:size)",
+        of_instance,
+    );
     registry.register("gpu_compute_mode", "1 for the compute mode that the GPU is in", mode);
 }
 
@@ -237,6 +266,7 @@ fn shares(state: &NodeState, registry: &mut Registry) {
                 let pod = record.pod.as_ref();
                 let labels = ShareLabels {
                     gpu: gpu.clone(),
+                    placement: text(share.placement),
                     share: share.id.clone(),
                     namespace: record.claim.namespace.clone(),
                     pod: pod.map(|pod| pod.name.clone()).unwrap_or_default(),
@@ -247,7 +277,7 @@ fn shares(state: &NodeState, registry: &mut Registry) {
                 compute.get_or_create(&labels).set(share.compute_percent.into());
                 processes.get_or_create(&labels).set(share.processes.into());
                 in_force.get_or_create(&labels).set(share.problem.is_none().into());
-                if let Some(bytes) = pod.and_then(|pod| state.metrics.used(gpu, &pod.uid)) {
+                if let Some(bytes) = pod.and_then(|pod| state.metrics.used(&device.key.carrier(), &pod.uid)) {
                     used.get_or_create(&labels).set(bytes);
                 }
             }
@@ -261,14 +291,14 @@ fn shares(state: &NodeState, registry: &mut Registry) {
     );
     registry.register_with_unit(
         "share_memory_used",
-        "Memory of the GPU that NVML counts for all processes of the share's pod; the driver does not tell the shares \
-         of one pod on one GPU apart, so each of them has the sum",
+        "Memory of the GPU or MIG instance that NVML counts for all processes of the share's pod; the driver does not tell \
+         the shares of one pod there apart, so each of them has the sum",
         Unit::Bytes,
         used,
     );
     registry.register(
         "share_compute_limit_percent",
-        "Limit on the multiprocessors of a share, in percent of the GPU's",
+        "Limit on the multiprocessors of a share, in percent of those of its GPU or MIG instance",
         compute,
     );
     registry.register(

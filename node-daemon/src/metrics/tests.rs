@@ -1,12 +1,12 @@
 use std::collections::BTreeSet;
 
 use kerf_crds::conditions::problem_reason;
-use kerf_crds::gpu_node::{ClaimReference, Isolation, PodReference, Reason, Share, WantedShare};
+use kerf_crds::gpu_node::{ClaimReference, Isolation, Placement, PodReference, Reason, Share, WantedShare};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
 use super::*;
-use crate::inventory::{ComputeMode, Gpu, Inventory};
+use crate::inventory::{ComputeMode, Gpu, Instance, Inventory, MpsState};
 use crate::prepared::{DeviceKey, Prepared, PreparedClaims, PreparedDevice};
 
 const GPU: &str = "GPU-3f2a9c1d-0000-4000-8000-000000000001";
@@ -49,7 +49,7 @@ fn publish(state: &NodeState, shares: &[Share]) {
         uuid: GPU.into(),
         memory_bytes: 80 << 30,
         compute_mode: Some(if up { ComputeMode::EXCLUSIVE_PROCESS } else { ComputeMode::DEFAULT }),
-        mps_server_up: up,
+        mps: MpsState { up, ..MpsState::default() },
         shares: shares.to_vec(),
         ..Gpu::default()
     });
@@ -98,7 +98,7 @@ fn series_of_shares_come_with_prepare_and_go_with_its_end() {
     let text = text_of(&state);
     let of = |name: &str| {
         let labels = "namespace=\"team-a\",pod=\"train\",claim=\"claim-a\",isolation=\"driver\"";
-        value(&text, &format!("{name}{{gpu=\"{GPU}\",share=\"a\",{labels}}}"))
+        value(&text, &format!("{name}{{gpu=\"{GPU}\",placement=\"\",share=\"a\",{labels}}}"))
     };
     assert_eq!(of("kerf_share_memory_limit_bytes"), Some(f64::from(12) * (1u64 << 30) as f64), "{text}");
     assert_eq!(of("kerf_share_compute_limit_percent"), Some(30.0));
@@ -116,12 +116,12 @@ fn series_of_shares_come_with_prepare_and_go_with_its_end() {
             .find(|(series, _)| series.starts_with("kerf_share_memory_used_bytes{"))
             .map(|one| one.1)
     };
-    state.metrics.uses(GPU, [("u".to_owned(), 5)].into());
+    state.metrics.uses(&DeviceKey::gpu(GPU), [("u".to_owned(), 5)].into());
     assert_eq!(used(&state), Some(5.0));
-    state.metrics.uses(GPU, [("other".to_owned(), 5)].into());
+    state.metrics.uses(&DeviceKey::gpu(GPU), [("other".to_owned(), 5)].into());
     assert_eq!(used(&state), Some(0.0), "the pod has no process");
     let long_ago = Instant::now().checked_sub(KNOWN).unwrap();
-    state.metrics.used.lock().unwrap().get_mut(GPU).unwrap().at = long_ago;
+    state.metrics.used.lock().unwrap().get_mut(&DeviceKey::gpu(GPU)).unwrap().at = long_ago;
     assert_eq!(used(&state), None, "nobody has asked for long");
     let mode = format!("kerf_gpu_compute_mode{{gpu=\"{GPU}\",mode=\"EXCLUSIVE_PROCESS\"}}");
     assert_eq!(value(&text, &mode), Some(1.0));
@@ -143,12 +143,45 @@ fn series_of_shares_come_with_prepare_and_go_with_its_end() {
 }
 
 #[test]
+fn shares_of_an_instance_have_its_place() {
+    let state = state();
+    let placement = Placement { start: 4, size: 4 };
+    let mps = MpsState { up: true, ..MpsState::default() };
+    state.publish_gpu(Gpu {
+        uuid: GPU.into(),
+        instances: vec![Instance { placement, mps, ..Instance::default() }, Instance::default()],
+        shares: vec![Share { placement: Some(placement), ..share("a") }],
+        ..Gpu::default()
+    });
+    let mut prepared = record("a");
+    let carrier = DeviceKey::instance(GPU, placement);
+    prepared.devices[0].key = carrier.clone().with_share("a");
+    state.prepared.record(prepared).unwrap();
+    state.metrics.uses(&DeviceKey::gpu(GPU), [("u".to_owned(), 7)].into());
+    state.metrics.uses(&carrier, [("u".to_owned(), 5)].into());
+    let text = text_of(&state);
+    assert_eq!(
+        value(&text, &format!("kerf_mig_mps_server_up{{gpu=\"{GPU}\",placement=\"4:4\"}}")),
+        Some(1.0)
+    );
+    assert_eq!(text.matches("mps_server_up{").count(), 1, "of the GPU there is none: {text}");
+    let used = samples(&text).into_iter().find(|(series, _)| {
+        series.starts_with("kerf_share_memory_used_bytes{") && series.contains("placement=\"4:4\"")
+    });
+    assert_eq!(
+        used.map(|(_, bytes)| bytes),
+        Some(5.0),
+        "what the pod has elsewhere on the GPU does not count"
+    );
+}
+
+#[test]
 fn what_happens_is_counted() {
     let state = state();
     state.metrics.mig_step(&step::Step::EnableMig, true);
     state.metrics.mig_step(&step::Step::EnableMig, false);
     state.metrics.mig_step(&step::Step::EnableMig, false);
-    state.metrics.share_step(&shares::Step::CreateServer, true);
+    state.metrics.share_step(&shares::Step::CreateServer { device: GPU.into() }, true);
     state.metrics.prepare(true, Duration::from_millis(30));
     state.metrics.ended(GPU, true);
     let text = text_of(&state);

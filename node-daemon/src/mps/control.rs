@@ -16,7 +16,7 @@ const TIME_LIMIT: Duration = Duration::from_secs(10);
 /// What the program says when no control daemon listens in the pipe directory.
 const NOT_RUNNING: &str = "Cannot find MPS control daemon";
 
-/// Ordinal of the one GPU that a control daemon sees.
+/// Ordinal of the one device that a control daemon sees.
 const DEVICE: u32 = 0;
 
 /// Name of the socket in a pipe directory.
@@ -152,10 +152,12 @@ impl Control {
     }
 
     /// Starts the server; the answer comes before it is up.
-    pub async fn create_server(&self, gpu: &str) -> Result<(), ControlError> {
+    pub async fn create_server(&self, device: &str) -> Result<(), ControlError> {
         match self.protocol {
             Protocol::V2 => self.v2("start_server -uid 0").await,
-            Protocol::V3 => self.v3(&["server", "create", SERVER, &format!("--allowed-devices={gpu}")]).await,
+            Protocol::V3 => {
+                self.v3(&["server", "create", SERVER, &format!("--allowed-devices={device}")]).await
+            }
         }
         .map(drop)
     }

@@ -1,11 +1,11 @@
-//! MPS (NVIDIA's Multi-Process Service), which lets the shares of a GPU onto it side by side: one control daemon with one
-//! server for each GPU that carries shares, in a pod of its own, so that it outlives this process.
+//! MPS (NVIDIA's Multi-Process Service), which lets the shares of a GPU or of a MIG instance onto it side by side: one control
+//! daemon with one server for each [`crate::carrier`] of shares, in a pod of its own, so that it outlives this process.
 //!
 //! ```text
-//!  <dir>/<GPU>/config.toml   what a control daemon of protocol 3 begins with: all namespaces with their limits
-//!  <dir>/<GPU>/pipe/         its pipe directory; kerf/<namespace> below it is what a container gets
-//!  <dir>/<GPU>/log/          its logs
-//!  <dir>/<GPU>/shm/          /dev/shm of server and clients
+//!  <dir>/<carrier>/config.toml   what a control daemon of protocol 3 begins with: all namespaces with their limits
+//!  <dir>/<carrier>/pipe/         its pipe directory; kerf/<namespace> below it is what a container gets
+//!  <dir>/<carrier>/log/          its logs
+//!  <dir>/<carrier>/shm/          /dev/shm of server and clients
 //! ```
 //!
 //! - Protocol 3 (driver 615 and later) has a namespace for each share, with limits of its own. A client picks its namespace
@@ -19,6 +19,8 @@ pub mod pods;
 use std::path::{Path, PathBuf};
 
 use kerf_crds::gpu_node::WantedShare;
+
+use crate::carrier::Part;
 
 /// The server's name (protocol 3).
 pub const SERVER: &str = "kerf";
@@ -77,15 +79,17 @@ pub fn max_clients(cuda_version: &str) -> u32 {
 pub struct Limits {
     /// Bytes for each process.
     pub memory: u64,
-    /// Percent of the GPU's multiprocessors.
+    /// Percent of the multiprocessors of what carries them.
     pub percent: u32,
 }
 
 impl Limits {
-    /// What a share comes to: memory rounded down, compute rounded up.
-    pub fn of(share: &WantedShare, protocol: Protocol) -> Self {
+    /// What a share comes to on a part of a GPU: memory rounded down, compute rounded up, and all of the part at most.
+    pub fn of(share: &WantedShare, protocol: Protocol, part: Part) -> Self {
         let unit = protocol.unit();
-        Self { memory: share.memory_bytes / unit * unit, percent: share.compute_milli.div_ceil(1000) }
+        let of_part = u64::from(share.compute_milli) * u64::from(part.all);
+        let percent = of_part.div_ceil(1000 * u64::from(part.own).max(1)).min(100);
+        Self { memory: share.memory_bytes / unit * unit, percent: percent as u32 }
     }
 
     /// A whole number with the largest unit that leaves it one.
@@ -138,8 +142,9 @@ pub fn is_namespace(name: &str) -> bool {
 }
 
 /// The file that a control daemon of protocol 3 begins with.
-pub fn config(gpu: &str, namespaces: &[(String, Limits)]) -> String {
-    let mut text = format!("schema_version = \"1.0\"\n\n[servers.{SERVER}]\nallowed_devices = \"{gpu}\"\n");
+pub fn config(device: &str, namespaces: &[(String, Limits)]) -> String {
+    let mut text =
+        format!("schema_version = \"1.0\"\n\n[servers.{SERVER}]\nallowed_devices = \"{device}\"\n");
     for (name, limits) in namespaces {
         text.push_str(&format!(
             "\n[servers.{SERVER}.namespaces.{name}]\npinned_memory_limit = \"{}\"\nactive_thread_percentage = \"{}\"\n",
@@ -150,7 +155,7 @@ pub fn config(gpu: &str, namespaces: &[(String, Limits)]) -> String {
     text
 }
 
-/// Where the files of all GPUs are, as one process sees them.
+/// Where the files of all carriers are, as one process sees them.
 #[derive(Clone, Debug)]
 pub struct Paths(PathBuf);
 
@@ -160,17 +165,17 @@ impl Paths {
         Self(dir.into())
     }
 
-    /// Of one GPU, by its name as a DRA device.
-    pub fn of(&self, gpu: &str) -> GpuPaths {
-        GpuPaths(self.0.join(gpu))
+    /// Of the carrier with this name.
+    pub fn of(&self, carrier: &str) -> CarrierPaths {
+        CarrierPaths(self.0.join(carrier))
     }
 }
 
-/// Where the files of one GPU are.
+/// Where the files of one carrier are.
 #[derive(Clone, Debug)]
-pub struct GpuPaths(PathBuf);
+pub struct CarrierPaths(PathBuf);
 
-impl GpuPaths {
+impl CarrierPaths {
     pub fn pipe(&self) -> PathBuf {
         self.0.join("pipe")
     }
@@ -239,14 +244,16 @@ impl Mps {
         self.driver_root.join(PROGRAM)
     }
 
-    /// The control daemon of a GPU.
-    pub fn control(&self, gpu: &str, protocol: Protocol) -> control::Control {
-        control::Control { program: self.program(), pipe: self.paths.of(gpu).pipe(), protocol }
+    /// The control daemon of the carrier with this name.
+    pub fn control(&self, carrier: &str, protocol: Protocol) -> control::Control {
+        control::Control { program: self.program(), pipe: self.paths.of(carrier).pipe(), protocol }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use kerf_crds::gpu_node::Placement;
+
     use super::*;
 
     fn share(memory_bytes: u64, compute_milli: u32) -> WantedShare {
@@ -263,7 +270,7 @@ mod tests {
 
     #[test]
     fn sizes_are_rounded_as_stated_and_written_whole() {
-        let limits = |bytes, milli, protocol| Limits::of(&share(bytes, milli), protocol);
+        let limits = |bytes, milli, protocol| Limits::of(&share(bytes, milli), protocol, Part::WHOLE);
         let text = |bytes, protocol| limits(bytes, 1, protocol).memory_text();
         assert_eq!(text(10 << 30, Protocol::V2), "10G");
         assert_eq!(text((10 << 30) + 1023, Protocol::V3), "10G");
@@ -273,6 +280,15 @@ mod tests {
             [1, 1000, 1001, 30_000].map(|milli| limits(0, milli, Protocol::V3).percent),
             [1, 1, 2, 30]
         );
+    }
+
+    #[test]
+    fn compute_is_stated_of_the_whole_gpu_and_limited_in_percent_of_the_part() {
+        // 3g.40gb of an A100: 42 of 98, which is 42.857 % of it.
+        let percent = |milli| Limits::of(&share(0, milli), Protocol::V3, Part { own: 42, all: 98 }).percent;
+        assert_eq!([1, 10_000, 21_000, 42_000, 43_000, 100_000].map(percent), [1, 24, 49, 98, 100, 100]);
+        assert_eq!(Part { own: 42, all: 98 }.most_milli(), 43_000, "whole percents, as requests have them");
+        assert_eq!(Part::WHOLE.most_milli(), 100_000);
     }
 
     #[test]
@@ -290,8 +306,9 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_fits_below_the_usual_directory_whatever_the_gpus_name() {
+    fn a_socket_fits_below_the_usual_directory_whatever_the_carriers_name() {
         let longest = kerf_crds::names::gpu_name("GPU-3f2a9c1d-0000-4000-8000-000000000001", usize::MAX);
+        let longest = crate::carrier::name(&longest, Some(Placement { start: 9, size: 12 }));
         assert_eq!(Paths::new("/run/kerf/mps").of(&longest).too_long(), 0);
         assert!(Paths::new("/".repeat(60)).of(&longest).too_long() > 0);
         assert!(is_namespace(&namespace("0f8fad5b-d9cb-469f-a165-70867728950e")) && !is_namespace("default"));

@@ -1,4 +1,4 @@
-//! The pods of MPS servers: one for each GPU that carries shares, made from the PodTemplate `mps-server` in Kerf's
+//! The pods of MPS servers: one for each carrier of shares, made from the PodTemplate `mps-server` in Kerf's
 //! namespace, where administrators can see and change it. They are found again by their labels, whoever made them.
 //!
 //! A pod is owned by its Node: it goes when the Node does, and neither with the daemon nor with Kerf's objects; and a
@@ -13,17 +13,19 @@ use futures::StreamExt as _;
 use futures::future::BoxFuture;
 use k8s_openapi::api::core::v1::{EnvVar, Pod, PodTemplate, PodTemplateSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
-use kerf_crds::names::{MPS_FORM, MPS_GPU, MPS_SERVER};
+use kerf_crds::gpu_node::Placement;
+use kerf_crds::names::{MPS_DEVICE, MPS_FORM, MPS_GPU, MPS_PLACEMENT, MPS_SERVER};
 use kube::api::{DeleteParams, PostParams, Preconditions};
 use kube::runtime::WatchStreamExt as _;
 use kube::runtime::watcher::{self, Event, watcher};
 use kube::{Api, Client};
 use tokio::sync::watch;
 
-use super::{GpuPaths, Protocol};
+use super::{CarrierPaths, Protocol};
 use crate::answer::{LIMIT, within};
 use crate::backoff::WatchBackoff;
 use crate::node::NodeState;
+use crate::prepared::DeviceKey;
 
 /// Label of every pod of an MPS server, by which admission knows them too.
 const NAME_LABEL: &str = "app.kubernetes.io/name";
@@ -36,6 +38,8 @@ const MAX_NAME: usize = 253;
 pub struct ServerPod {
     pub name: String,
     pub uid: String,
+    /// UUID of the GPU or MIG instance that it serves.
+    pub device: String,
     /// What it was made for: see [`NewServer::form`].
     pub form: String,
     /// It is being deleted.
@@ -56,10 +60,11 @@ impl ServerPod {
 /// A server's pod that is to be made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewServer {
-    /// Name of the GPU as a DRA device.
-    pub gpu: String,
+    pub carrier: DeviceKey,
+    /// The carrier's name.
+    pub name: String,
     /// Its UUID.
-    pub uuid: String,
+    pub device: String,
     /// What cannot be changed without another pod, in words.
     pub form: String,
     pub arguments: Vec<String>,
@@ -68,11 +73,11 @@ pub struct NewServer {
 
 impl NewServer {
     /// With the limits of all clients, for protocol 2.
-    pub fn new(gpu: &str, uuid: &str, paths: &GpuPaths, server: &Form) -> Self {
+    pub fn new(carrier: DeviceKey, name: &str, device: &str, paths: &CarrierPaths, server: &Form) -> Self {
         let text = |path: &Path| path.to_string_lossy().into_owned();
         let mut environment = vec![
-            ("KERF_GPU", gpu.to_owned()),
-            ("CUDA_VISIBLE_DEVICES", uuid.to_owned()),
+            ("KERF_GPU", name.to_owned()),
+            ("CUDA_VISIBLE_DEVICES", device.to_owned()),
             ("CUDA_MPS_PIPE_DIRECTORY", text(&paths.pipe())),
             ("CUDA_MPS_LOG_DIRECTORY", text(&paths.log())),
         ];
@@ -88,7 +93,8 @@ impl NewServer {
                 ["-f", "-m"].map(str::to_owned).to_vec()
             }
         };
-        Self { gpu: gpu.to_owned(), uuid: uuid.to_owned(), form: server.to_string(), arguments, environment }
+        let (name, device) = (name.to_owned(), device.to_owned());
+        Self { carrier, name, device, form: server.to_string(), arguments, environment }
     }
 }
 
@@ -129,8 +135,8 @@ pub enum Order {
 /// Carries an order out; as good if it was already. A function, so that nobody but this module needs a client.
 pub type Writer = Arc<dyn Fn(Order) -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync>;
 
-/// The servers' pods of this node by UUID of the GPU.
-pub type Pods = BTreeMap<String, ServerPod>;
+/// The servers' pods of this node by carrier.
+pub type Pods = BTreeMap<DeviceKey, ServerPod>;
 
 /// What is known of the servers' pods, and the way to change them. Cheap to clone.
 #[derive(Clone)]
@@ -217,11 +223,15 @@ fn build(template: PodTemplateSpec, new: &NewServer, node: &str, node_uid: Strin
     let mut labels = metadata.labels.unwrap_or_default();
     labels.insert(NAME_LABEL.to_owned(), label().to_owned());
     let mut annotations = metadata.annotations.unwrap_or_default();
-    annotations.insert(MPS_GPU.to_owned(), new.uuid.clone());
+    annotations.insert(MPS_GPU.to_owned(), new.carrier.gpu.clone());
+    if let Some(Placement { start, size }) = new.carrier.placement {
+        annotations.insert(MPS_PLACEMENT.to_owned(), format!("{start}:{size}"));
+    }
+    annotations.insert(MPS_DEVICE.to_owned(), new.device.clone());
     annotations.insert(MPS_FORM.to_owned(), new.form.clone());
     Ok(Pod {
         metadata: ObjectMeta {
-            name: Some(name(node, &node_uid, &new.gpu)),
+            name: Some(name(node, &node_uid, &new.name)),
             labels: Some(labels),
             annotations: Some(annotations),
             owner_references: Some(vec![OwnerReference {
@@ -247,10 +257,10 @@ fn label() -> &'static str {
     "kerf-mps-server"
 }
 
-/// The same for the same GPU, so that there is one at most.
-fn name(node: &str, node_uid: &str, gpu: &str) -> String {
-    let name = format!("mps-{node}-{gpu}");
-    if name.len() <= MAX_NAME { name } else { format!("mps-{node_uid}-{gpu}") }
+/// The same for the same carrier, so that there is one at most.
+fn name(node: &str, node_uid: &str, carrier: &str) -> String {
+    let name = format!("mps-{node}-{carrier}");
+    if name.len() <= MAX_NAME { name } else { format!("mps-{node_uid}-{carrier}") }
 }
 
 /// Follows the node's servers' pods for as long as it is polled.
@@ -272,20 +282,20 @@ pub async fn follow(
             Ok(Event::InitApply(pod)) => listing.extend(read(&pod)),
             Ok(Event::InitDone) => _ = seen.send_replace(Some(std::mem::take(&mut listing))),
             Ok(Event::Apply(pod)) => {
-                let Some((gpu, pod)) = read(&pod) else { continue };
+                let Some((carrier, pod)) = read(&pod) else { continue };
                 seen.send_if_modified(|known| {
                     let known = known.get_or_insert_default();
-                    let news = known.get(&gpu) != Some(&pod);
-                    known.insert(gpu, pod);
+                    let news = known.get(&carrier) != Some(&pod);
+                    known.insert(carrier, pod);
                     news
                 });
             }
             Ok(Event::Delete(pod)) => {
-                let Some((gpu, pod)) = read(&pod) else { continue };
+                let Some((carrier, pod)) = read(&pod) else { continue };
                 seen.send_if_modified(|known| {
                     let same = |known: &ServerPod| known.uid == pod.uid;
                     let Some(known) = known else { return false };
-                    known.get(&gpu).is_some_and(same) && known.remove(&gpu).is_some()
+                    known.get(&carrier).is_some_and(same) && known.remove(&carrier).is_some()
                 });
             }
             // Tried again by the stream, with back-off; what was last seen stays.
@@ -295,8 +305,8 @@ pub async fn follow(
     anyhow::bail!("the watch on the MPS servers' pods ended")
 }
 
-/// The GPU and its server's pod.
-fn read(pod: &Pod) -> Option<(String, ServerPod)> {
+/// The carrier and its server's pod.
+fn read(pod: &Pod) -> Option<(DeviceKey, ServerPod)> {
     let annotation = |name: &str| pod.metadata.annotations.as_ref()?.get(name).cloned();
     let status = pod.status.as_ref();
     let phase = status.and_then(|status| status.phase.as_deref()).unwrap_or_default();
@@ -309,9 +319,15 @@ fn read(pod: &Pod) -> Option<(String, ServerPod)> {
             Some(words.into_iter().flatten().collect::<Vec<_>>().join(": "))
         },
     );
+    let gpu = annotation(MPS_GPU)?;
+    let placement = match annotation(MPS_PLACEMENT) {
+        None => None,
+        Some(text) => Some(placement(&text)?),
+    };
     Some((
-        annotation(MPS_GPU)?,
+        DeviceKey { placement, ..DeviceKey::gpu(&gpu) },
         ServerPod {
+            device: annotation(MPS_DEVICE).unwrap_or_default(),
             name: pod.metadata.name.clone()?,
             uid: pod.metadata.uid.clone()?,
             form: annotation(MPS_FORM).unwrap_or_default(),
@@ -320,6 +336,12 @@ fn read(pod: &Pod) -> Option<(String, ServerPod)> {
             ended,
         },
     ))
+}
+
+/// `start:size`.
+fn placement(text: &str) -> Option<Placement> {
+    let (start, size) = text.split_once(':')?;
+    Some(Placement { start: start.parse().ok()?, size: size.parse().ok()? })
 }
 
 #[cfg(test)]
@@ -339,7 +361,11 @@ mod tests {
     }
 
     fn made(form: &Form) -> Pod {
-        let new = NewServer::new("gpu-1", "GPU-1", &Paths::new("/run/kerf/mps").of("gpu-1"), form);
+        made_for(DeviceKey::gpu("GPU-1"), "gpu-1", "GPU-1", form)
+    }
+
+    fn made_for(carrier: DeviceKey, name: &str, device: &str, form: &Form) -> Pod {
+        let new = NewServer::new(carrier, name, device, &Paths::new("/run/kerf/mps").of(name), form);
         build(template(), &new, "n", "uid".into()).unwrap()
     }
 
@@ -363,9 +389,24 @@ mod tests {
         let labels = pod.metadata.labels.as_ref().unwrap();
         assert_eq!((labels["team"].as_str(), labels[NAME_LABEL].as_str()), ("infra", "kerf-mps-server"));
         pod.metadata.uid = Some("u".into());
-        let (gpu, found) = read(&pod).unwrap();
-        assert_eq!((gpu.as_str(), found.form.as_str()), ("GPU-1", "protocol 3"));
-        assert_eq!(found.name, "mps-n-gpu-1");
+        let (carrier, found) = read(&pod).unwrap();
+        assert_eq!((carrier, found.form.as_str()), (DeviceKey::gpu("GPU-1"), "protocol 3"));
+        assert_eq!((found.name.as_str(), found.device.as_str()), ("mps-n-gpu-1", "GPU-1"));
+    }
+
+    #[test]
+    fn the_pod_of_an_instance_sees_only_that_and_is_found_by_its_place() {
+        let place = DeviceKey::instance("GPU-1", Placement { start: 4, size: 4 });
+        let mut pod = made_for(place.clone(), "gpu-1-4-4", "MIG-7", &Form::V3);
+        let environment = environment(&pod);
+        assert_eq!(environment["CUDA_VISIBLE_DEVICES"], "MIG-7");
+        assert_eq!(environment["CUDA_MPS_PIPE_DIRECTORY"], "/run/kerf/mps/gpu-1-4-4/pipe");
+        assert_eq!(environment["KERF_GPU"], "gpu-1-4-4", "the template's name of the directory");
+        pod.metadata.uid = Some("u".into());
+        let (carrier, found) = read(&pod).unwrap();
+        assert_eq!((carrier, found.device.as_str()), (place, "MIG-7"));
+        pod.metadata.annotations.as_mut().unwrap().insert(MPS_PLACEMENT.into(), "four".into());
+        assert_eq!(read(&pod), None, "not taken for the GPU's");
     }
 
     #[test]
@@ -379,7 +420,7 @@ mod tests {
 
     #[test]
     fn a_template_without_a_container_is_named() {
-        let new = NewServer::new("g", "G", &Paths::new("/m").of("g"), &Form::V3);
+        let new = NewServer::new(DeviceKey::gpu("G"), "g", "G", &Paths::new("/m").of("g"), &Form::V3);
         let empty = PodTemplateSpec { spec: Some(Default::default()), ..PodTemplateSpec::default() };
         assert!(build(empty, &new, "n", "u".into()).unwrap_err().to_string().contains("no container"));
     }

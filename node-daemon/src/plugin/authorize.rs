@@ -74,9 +74,9 @@ pub enum PrepareError {
     #[error("{device} is still used by {processes}; it passes on when no process is on it")]
     InUse { device: String, processes: String },
     #[error(
-        "{device}: GPU {gpu} still has what carried its shares; it passes on when its MPS server has gone and its compute mode is what it was"
+        "{device}: {uuid} still has what carried its shares; it passes on when its MPS server has gone and, of a whole GPU, the compute mode is what it was"
     )]
-    CarriesShares { device: String, gpu: String },
+    CarriesShares { device: String, uuid: String },
     #[error("{device}: GpuNode '{node}' now plans its place for claim {other}")]
     PassedOn { device: String, node: String, other: String },
     #[error("this daemon has not read {0} yet")]
@@ -219,15 +219,19 @@ fn confirm_one(
         });
     }
     let gpu = gpu_of(inventory, &device.key.gpu, &device.device)?;
-    let found = match (device.key.placement, &device.share) {
-        (None, None) => whole(gpu, &device.device)?,
-        (None, Some(wanted)) => share(gpu, wanted, &device.device)?,
-        (Some(placement), _) => {
+    let carrier = match device.key.placement {
+        None => whole(gpu, &device.device)?,
+        Some(placement) => {
             let instance = gpu.instance_at(placement).filter(|instance| {
-                instance_device(&gpu.name, instance.profile_id, placement.start) == device.device
+                let name = instance_device(&gpu.name, instance.profile_id, placement.start);
+                device.device == if device.share.is_some() { share_device(&name) } else { name }
             });
             complete(gpu, instance, &device.device)?
         }
+    };
+    let found = match &device.share {
+        None => carrier,
+        Some(wanted) => share(carrier, wanted, &device.device)?,
     };
     if found.foreign() && found.uuid() != device.uuid {
         return Err(PrepareError::Foreign { device: device.device.clone() });
@@ -321,12 +325,11 @@ fn planned_name(partition: &Partition, inventory: &Inventory) -> String {
     let Some(gpu) = inventory.gpu(&partition.gpu) else {
         return format!("a device on {}, which this node does not have", partition.gpu);
     };
-    let Some(wanted) = &partition.instance else {
-        return match partition.share {
-            Some(_) => share_device(&gpu.name),
-            None => gpu.name.clone(),
-        };
+    let or_share = |carrier: String| match partition.share {
+        Some(_) => share_device(&carrier),
+        None => carrier,
     };
+    let Some(wanted) = &partition.instance else { return or_share(gpu.name.clone()) };
     let known = gpu.geometry.as_ref().and_then(|geometry| geometry.profile(&wanted.profile)).map(|p| p.id);
     // Where the geometry cannot be read at the moment, an instance that is there knows its profile's id.
     let there = || {
@@ -334,7 +337,7 @@ fn planned_name(partition: &Partition, inventory: &Inventory) -> String {
         kerf_crds::profile::same(&instance.profile, &wanted.profile).then_some(instance.profile_id)
     };
     match known.or_else(there) {
-        Some(id) => instance_device(&gpu.name, id, wanted.placement.start),
+        Some(id) => or_share(instance_device(&gpu.name, id, wanted.placement.start)),
         None => format!("profile {} on {}, which does not offer it", wanted.profile, gpu.name),
     }
 }
@@ -342,8 +345,9 @@ fn planned_name(partition: &Partition, inventory: &Inventory) -> String {
 /// A device that exists, whole and healthy.
 enum Present<'a> {
     Whole(&'a Gpu),
-    Share(&'a Gpu, WantedShare),
     Instance(&'a Gpu, &'a Instance, &'a str),
+    /// A share of one of the others.
+    Share(Box<Present<'a>>, WantedShare),
 }
 
 fn present<'a>(
@@ -359,15 +363,21 @@ fn present<'a>(
             why: why.clone(),
         });
     }
-    let wanted: &WantedInstance = match (&partition.instance, &partition.share) {
-        (None, None) => return whole(gpu, device),
-        (None, Some(wanted)) => return share(gpu, wanted, device),
-        (Some(_), Some(wanted)) => {
-            let why = "shares of MIG instances are not carried yet".to_owned();
-            return Err(not_in_force(gpu, wanted, device, why));
-        }
-        (Some(wanted), None) => wanted,
+    let carrier = match &partition.instance {
+        None => whole(gpu, device)?,
+        Some(wanted) => planned_instance(gpu, wanted, device)?,
     };
+    match &partition.share {
+        None => Ok(carrier),
+        Some(wanted) => share(carrier, wanted, device),
+    }
+}
+
+fn planned_instance<'a>(
+    gpu: &'a Gpu,
+    wanted: &WantedInstance,
+    device: &str,
+) -> Result<Present<'a>, PrepareError> {
     let instance = gpu.instance_at(wanted.placement);
     if instance.is_some_and(|instance| instance.foreign) {
         return Err(PrepareError::Foreign { device: device.to_owned() });
@@ -401,25 +411,22 @@ fn whole<'a>(gpu: &'a Gpu, device: &str) -> Result<Present<'a>, PrepareError> {
 }
 
 /// A share whose limits have been read back.
-fn share<'a>(gpu: &'a Gpu, wanted: &WantedShare, device: &str) -> Result<Present<'a>, PrepareError> {
-    whole(gpu, device)?;
-    let why = match gpu.shares.iter().find(|share| share.id == wanted.id && share.placement.is_none()) {
+fn share<'a>(carrier: Present<'a>, wanted: &WantedShare, device: &str) -> Result<Present<'a>, PrepareError> {
+    let (gpu, placement) = (carrier.gpu(), carrier.key().placement);
+    let found = gpu.shares.iter().find(|share| share.id == wanted.id && share.placement == placement);
+    let why = match found {
         None => "the daemon has not come to it yet".to_owned(),
         Some(share) => match &share.problem {
-            None => return Ok(Present::Share(gpu, wanted.clone())),
+            None => return Ok(Present::Share(Box::new(carrier), wanted.clone())),
             Some(why) => format!("{} ({})", why.message, why.reason),
         },
     };
-    Err(not_in_force(gpu, wanted, device, why))
-}
-
-fn not_in_force(gpu: &Gpu, wanted: &WantedShare, device: &str, why: String) -> PrepareError {
-    PrepareError::NotInForce {
+    Err(PrepareError::NotInForce {
         device: device.to_owned(),
         share: wanted.id.clone(),
         gpu: gpu.uuid.clone(),
         why,
-    }
+    })
 }
 
 fn complete<'a>(
@@ -439,32 +446,53 @@ fn complete<'a>(
     Ok(Present::Instance(gpu, instance, &compute.uuid))
 }
 
-impl Present<'_> {
+impl<'a> Present<'a> {
+    fn gpu(&self) -> &'a Gpu {
+        match self {
+            Self::Whole(gpu) | Self::Instance(gpu, ..) => gpu,
+            Self::Share(carrier, _) => carrier.gpu(),
+        }
+    }
+
     fn key(&self) -> DeviceKey {
         match self {
             Self::Whole(gpu) => DeviceKey::gpu(&gpu.uuid),
-            Self::Share(gpu, share) => DeviceKey::share(&gpu.uuid, &share.id),
             Self::Instance(gpu, instance, _) => DeviceKey::instance(&gpu.uuid, instance.placement),
+            Self::Share(carrier, share) => carrier.key().with_share(&share.id),
         }
     }
 
     fn uuid(&self) -> &str {
         match self {
-            Self::Whole(gpu) | Self::Share(gpu, _) => &gpu.uuid,
+            Self::Whole(gpu) => &gpu.uuid,
             Self::Instance(_, _, uuid) => uuid,
+            Self::Share(carrier, _) => carrier.uuid(),
         }
     }
 
     fn foreign(&self) -> bool {
-        matches!(self, Self::Instance(_, instance, _) if instance.foreign)
+        match self {
+            Self::Whole(_) => false,
+            Self::Instance(_, instance, _) => instance.foreign,
+            Self::Share(carrier, _) => carrier.foreign(),
+        }
     }
 
     fn processes(&self) -> &[Process] {
         match self {
             Self::Whole(gpu) => &gpu.processes,
+            Self::Instance(_, instance, _) => &instance.processes,
             // Clients of the other shares, and none of this one before it is given out.
             Self::Share(..) => &[],
-            Self::Instance(_, instance, _) => &instance.processes,
+        }
+    }
+
+    /// Something is left there that carries shares: nobody can have all of it.
+    fn carries_shares(&self) -> bool {
+        match self {
+            Self::Whole(gpu) => gpu.mps.there,
+            Self::Instance(_, instance, _) => instance.mps.there || !instance.mps.clients.is_empty(),
+            Self::Share(..) => false,
         }
     }
 
@@ -477,10 +505,9 @@ impl Present<'_> {
             let processes: Vec<_> = self.processes().iter().map(ToString::to_string).collect();
             return Err(PrepareError::InUse { device: device.to_owned(), processes: processes.join(", ") });
         }
-        if let Self::Whole(gpu) = self
-            && gpu.carries
-        {
-            return Err(PrepareError::CarriesShares { device: device.to_owned(), gpu: gpu.uuid.clone() });
+        if self.carries_shares() {
+            let uuid = self.uuid().to_owned();
+            return Err(PrepareError::CarriesShares { device: device.to_owned(), uuid });
         }
         Ok(())
     }

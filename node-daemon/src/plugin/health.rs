@@ -117,12 +117,18 @@ fn health_of(inventory: Option<&Inventory>, prepared: &PreparedClaims) -> BTreeM
         .collect();
     for gpu in &inventory.gpus {
         health.insert(gpu.name.clone(), Health::of(gpu.unhealthy.as_ref()));
-        if gpu.sharing.is_some() || !gpu.shares.is_empty() {
+        let shared =
+            |placement| gpu.sharing.is_some() || gpu.shares.iter().any(|share| share.placement == placement);
+        if shared(None) {
             health.insert(share_device(&gpu.name), Health::of(gpu.unhealthy.as_ref()));
         }
         for instance in gpu.instances.iter().filter(|instance| instance.device().is_some()) {
             let name = instance_device(&gpu.name, instance.profile_id, instance.placement.start);
-            health.insert(name, Health::of(gpu.unhealthy.as_ref().or(instance.unhealthy.as_ref())));
+            let unhealthy = gpu.unhealthy.as_ref().or(instance.unhealthy.as_ref());
+            if shared(Some(instance.placement)) {
+                health.insert(share_device(&name), Health::of(unhealthy));
+            }
+            health.insert(name, Health::of(unhealthy));
         }
     }
     health
@@ -162,6 +168,8 @@ fn response(pool: &str, health: &BTreeMap<String, Health>) -> NodeWatchResources
 
 #[cfg(test)]
 mod tests {
+    use kerf_crds::gpu_node::Placement;
+
     use super::*;
     use crate::plugin::testing::{inventory, prepared_claim};
 
@@ -177,6 +185,22 @@ mod tests {
         assert!(why.contains("off the bus"), "an instance fails with its GPU: {why}");
 
         inventory.gpus[0].unhealthy = None;
+        inventory.gpus[0].instances[1].unhealthy =
+            Some(Reason { reason: "Xid95".into(), message: "contained".into() });
+        inventory.gpus[0].shares = vec![kerf_crds::gpu_node::Share {
+            placement: Some(Placement { start: 4, size: 1 }),
+            ..Default::default()
+        }];
+        let health = health_of(Some(&inventory), &held);
+        assert!(
+            matches!(&health[&share_device(&device)], Health::Unhealthy(_)),
+            "shares fail with their instance"
+        );
+        assert!(
+            !health.contains_key(&share_device(crate::plugin::testing::DEVICE_3G)),
+            "the neighbour carries none"
+        );
+
         inventory.gpus[0].instances.clear();
         assert!(matches!(&health_of(Some(&inventory), &held)[&device], Health::Unhealthy(_)), "gone");
         assert!(matches!(&health_of(None, &held)[&device], Health::Unknown(_)), "before the first scan");

@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use kerf_crds::gpu_node::Isolation;
 
+use crate::carrier::Carrier;
 use crate::cgroups;
 use crate::hardware::{self, Code, Driver, MemoryLimits};
 use crate::inventory::Inventory;
-use crate::prepared::{Prepared, PreparedClaims, PreparedDevice};
+use crate::prepared::{DeviceKey, Prepared, PreparedClaims, PreparedDevice};
 use crate::worker::blocking;
 
 /// Why a limit is not in force.
@@ -53,10 +54,7 @@ impl PodLimits {
         can_be_limited(record, inventory)?;
         let Some(pod) = &record.pod else { return Ok(()) };
         let _turn = self.turn.lock().await;
-        for (gpu, bytes) in shares_of(&prepared(), &pod.uid) {
-            if !limited(record, inventory, &gpu) {
-                continue;
-            }
+        for (gpu, bytes) in limited(record, inventory, &prepared()) {
             let (driver, root, name, uid) =
                 (self.driver.clone(), self.cgroup_root.clone(), pod.id(), pod.uid.clone());
             blocking(move || {
@@ -116,10 +114,7 @@ impl PodLimits {
         }
         let Some(pod) = &record.pod else { return true };
         let _turn = self.turn.lock().await;
-        for (gpu, bytes) in shares_of(prepared, &pod.uid) {
-            if !limited(record, inventory, &gpu) {
-                continue;
-            }
+        for (gpu, bytes) in limited(record, inventory, prepared) {
             let (driver, root, uid) = (self.driver.clone(), self.cgroup_root.clone(), pod.uid.clone());
             let lost = blocking(move || {
                 let (Some(cgroup), Ok(library)) = (cgroups::of_pod(&root, &uid), driver.session()) else {
@@ -144,10 +139,12 @@ impl PodLimits {
         let Some(pod) = &record.pod else { return };
         let _turn = self.turn.lock().await;
         let left = shares_of(&prepared(), &pod.uid);
-        let gpus =
-            record.devices.iter().filter(|device| device.share.is_some()).map(|device| &device.key.gpu);
-        for gpu in gpus {
-            let (gpu, left) = (gpu.clone(), left.get(gpu).copied());
+        // The driver's limits do not reach into instances.
+        let of_gpus = record.devices.iter().filter(|device| device.share.is_some());
+        let of_gpus = of_gpus.filter(|device| device.key.placement.is_none());
+        for carrier in of_gpus.map(|device| device.key.carrier()) {
+            let left = left.get(&carrier).copied();
+            let gpu = carrier.gpu;
             let (driver, root, uid) = (self.driver.clone(), self.cgroup_root.clone(), pod.uid.clone());
             let name = pod.id();
             blocking(move || {
@@ -185,8 +182,7 @@ fn can_be_limited(record: &Prepared, inventory: &Inventory) -> Result<(), LimitE
         if record.pod.is_none() {
             return Err(LimitError::NoPod { claim: claim(), gpu: gpu.clone() });
         }
-        let sharing = inventory.gpu(gpu).and_then(|gpu| gpu.sharing.as_ref());
-        let there = sharing.map(|sharing| sharing.isolation).unwrap_or_default();
+        let there = isolation(inventory, &device.key);
         if share.isolation > there {
             let (wanted, gpu) = (share.isolation, gpu.clone());
             return Err(LimitError::TooLittle { claim: claim(), gpu, wanted, there });
@@ -195,20 +191,31 @@ fn can_be_limited(record: &Prepared, inventory: &Inventory) -> Result<(), LimitE
     Ok(())
 }
 
-/// Whether the claim has a share of a GPU whose driver limits memory.
-fn limited(record: &Prepared, inventory: &Inventory, gpu: &str) -> bool {
-    let mine = record.devices.iter().any(|device| device.key.gpu == gpu && device.share.is_some());
-    let sharing = inventory.gpu(gpu).and_then(|gpu| gpu.sharing.as_ref());
-    mine && sharing.is_some_and(|sharing| sharing.isolation >= Isolation::Driver)
+/// Who limits the memory of a share.
+fn isolation(inventory: &Inventory, share: &DeviceKey) -> Isolation {
+    let gpu = inventory.gpu(&share.gpu);
+    gpu.map(|gpu| Carrier { gpu, placement: share.placement }.isolation()).unwrap_or_default()
 }
 
-/// Bytes of a pod's shares by GPU.
-pub(crate) fn shares_of(prepared: &PreparedClaims, pod: &str) -> BTreeMap<String, u64> {
+/// The GPUs of which the claim has a share and whose driver limits memory, and what the claim's pod may have of each.
+fn limited(record: &Prepared, inventory: &Inventory, prepared: &PreparedClaims) -> Vec<(String, u64)> {
+    let Some(pod) = &record.pod else { return Vec::new() };
+    let by_driver = |carrier: &DeviceKey| {
+        let mut mine = record.devices.iter().filter(|device| device.share.is_some());
+        mine.any(|device| device.key.carrier() == *carrier)
+            && isolation(inventory, carrier) >= Isolation::Driver
+    };
+    let all = shares_of(prepared, &pod.uid).into_iter().filter(|(carrier, _)| by_driver(carrier));
+    all.map(|(carrier, bytes)| (carrier.gpu, bytes)).collect()
+}
+
+/// Bytes of a pod's shares by carrier.
+pub(crate) fn shares_of(prepared: &PreparedClaims, pod: &str) -> BTreeMap<DeviceKey, u64> {
     let mut sums = BTreeMap::new();
     let of_pod = prepared.values().filter(|record| record.pod.as_ref().is_some_and(|other| other.uid == pod));
     for device in of_pod.flat_map(|record| &record.devices) {
         if let Some(share) = &device.share {
-            *sums.entry(device.key.gpu.clone()).or_default() += share.memory_bytes;
+            *sums.entry(device.key.carrier()).or_default() += share.memory_bytes;
         }
     }
     sums

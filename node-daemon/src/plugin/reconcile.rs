@@ -4,7 +4,9 @@ use std::collections::BTreeSet;
 use std::io;
 use std::time::Duration;
 
-use kerf_crds::gpu_node::{ClaimOwner, ClaimReference, Gpu, Owner, PodReference, WantedShare};
+use kerf_crds::gpu_node::{
+    ClaimOwner, ClaimReference, Gpu, Instance, Owner, Placement, PodReference, Share, WantedShare,
+};
 use kerf_crds::names::{DRIVER, instance_device, share_device};
 use kerf_crds::{GpuNodeSpec, GpuNodeStatus};
 
@@ -43,7 +45,7 @@ pub fn claims_in_status(spec: &GpuNodeSpec, status: &GpuNodeStatus) -> PreparedC
                 wanted_share(spec, &share.id).unwrap_or_else(|| WantedShare {
                     id: share.id.clone(),
                     memory_bytes: share.memory_bytes,
-                    compute_milli: share.compute_percent * 1000,
+                    compute_milli: of_whole_gpu(status, gpu, share),
                     isolation: share.isolation,
                 })
             });
@@ -53,10 +55,20 @@ pub fn claims_in_status(spec: &GpuNodeSpec, status: &GpuNodeStatus) -> PreparedC
             let key = DeviceKey::gpu(&gpu.uuid);
             add(claim, key, gpu.name.clone(), gpu.uuid.clone());
         }
-        for share in gpu.shares.iter().filter(|share| share.placement.is_none()) {
+        for share in &gpu.shares {
+            let instance = share.placement.map(|placement| instance_at(gpu, placement));
+            let (carrier, device, uuid) = match instance {
+                None => (DeviceKey::gpu(&gpu.uuid), gpu.name.clone(), gpu.uuid.clone()),
+                Some(Some(instance)) => (
+                    DeviceKey::instance(&gpu.uuid, instance.placement),
+                    device_name(status, gpu, instance),
+                    instance.uuid.clone().unwrap_or_default(),
+                ),
+                // Reported without its instance: there is nothing that it could be prepared on.
+                Some(None) => continue,
+            };
             for claim in &share.claims {
-                let key = DeviceKey::share(&gpu.uuid, &share.id);
-                add(claim, key, share_device(&gpu.name), gpu.uuid.clone());
+                add(claim, carrier.clone().with_share(&share.id), share_device(&device), uuid.clone());
             }
         }
         for instance in &gpu.instances {
@@ -70,7 +82,22 @@ pub fn claims_in_status(spec: &GpuNodeSpec, status: &GpuNodeStatus) -> PreparedC
     claims
 }
 
-fn device_name(status: &GpuNodeStatus, gpu: &Gpu, instance: &kerf_crds::gpu_node::Instance) -> String {
+fn instance_at(gpu: &Gpu, placement: Placement) -> Option<&Instance> {
+    gpu.instances.iter().find(|instance| instance.placement == placement)
+}
+
+/// The compute of a reported share, which is in percent of its carrier's, in thousandths of a percent of the whole GPU's.
+fn of_whole_gpu(status: &GpuNodeStatus, gpu: &Gpu, share: &Share) -> u32 {
+    let milli = u64::from(share.compute_percent) * 1000;
+    let part = || {
+        let (instance, geometry) = (instance_at(gpu, share.placement?)?, status.geometry_of(gpu)?);
+        let own = geometry.profile(&instance.profile)?.multiprocessors;
+        (milli * u64::from(own)).checked_div(geometry.multiprocessors.into())
+    };
+    u32::try_from(part().unwrap_or(milli)).unwrap_or(u32::MAX).max(1)
+}
+
+fn device_name(status: &GpuNodeStatus, gpu: &Gpu, instance: &Instance) -> String {
     match status.geometry_of(gpu).and_then(|geometry| geometry.profile(&instance.profile)) {
         Some(profile) => instance_device(&gpu.name, profile.id, instance.placement.start),
         // A report whose geometry could not be read: the record still keeps others off, and Unprepare still ends it.

@@ -28,7 +28,7 @@ use crate::config::Config;
 use crate::hardware::Driver;
 use crate::inventory::Inventory;
 use crate::node::{Kubelet, NodeState, SeenSpec};
-use crate::prepared::PreparedClaims;
+use crate::prepared::{DeviceKey, PreparedClaims};
 
 /// What the stand-in for the API server answers.
 type Answer = Result<Option<ResourceClaim>, ReadError>;
@@ -417,6 +417,23 @@ async fn what_only_the_report_knows_is_restored() {
     let (_, again) = Checkpoint::open(&node.config.state_dir, "boot-1", &node.cdi()).unwrap();
     assert!(again.claims.contains_key("u"));
     assert_eq!(claims_in_status(&Default::default(), &status)["u"].devices[0].request, "");
+
+    // A share of the instance; its compute is reported in percent of the instance's.
+    let mut status = status;
+    let gpu = &mut status.gpus[0];
+    let placement = gpu.instances[0].placement;
+    gpu.shares = vec![kerf_crds::gpu_node::Share {
+        id: "s".into(),
+        placement: Some(placement),
+        memory_bytes: 5,
+        compute_percent: 70,
+        claims: std::mem::take(&mut gpu.instances[0].claims),
+        ..Default::default()
+    }];
+    let device = claims_in_status(&spec, &status)["u"].devices[0].clone();
+    assert_eq!(device.key, DeviceKey::instance(GPU0, placement).with_share("s"));
+    assert_eq!((device.device, device.uuid.as_str()), (format!("{DEVICE_1G}-share"), "MIG-9"));
+    assert_eq!(device.share.unwrap().compute_milli, 10_000, "70 % of 14 of 98");
     drop(node.directory);
 }
 

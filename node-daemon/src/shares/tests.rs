@@ -1,10 +1,12 @@
+use std::sync::Arc;
+
 use kerf_crds::gpu_node::{
-    ClaimOwner, DesiredGpu, DesiredMig, Isolation, Owner, PodReference, Sharing, WantedInstance,
+    DesiredGpu, DesiredMig, Geometry, Isolation, Owner, PodReference, Profile, Sharing, WantedInstance,
 };
 use proptest::prelude::*;
 
 use super::*;
-use crate::inventory::Process;
+use crate::inventory::{ComputeInstance, Gpu, Instance, MpsState, Process};
 use crate::mps::Said;
 use crate::prepared::{Prepared, PreparedDevice};
 
@@ -23,21 +25,40 @@ fn share(number: u32, gib: u64, percent: u32) -> WantedShare {
     }
 }
 
-fn partition(share: WantedShare) -> Partition {
-    let owner = ClaimOwner {
-        namespace: "ns".into(),
-        name: share.id.clone(),
-        pod: "pod".into(),
-        pod_uid: share.id.clone(),
-        request: "r".into(),
-    };
-    Partition { gpu: "GPU-1".into(), instance: None, share: Some(share), owner: Owner::Claim(owner) }
+fn entry() -> DesiredGpu {
+    DesiredGpu {
+        uuid: "GPU-1".into(),
+        policy: "p".into(),
+        mig: DesiredMig::Keep,
+        allow_reset: false,
+        unhealthy_effect: Default::default(),
+        max_concurrent_gpus: 16,
+    }
 }
 
-/// A GPU and what carries its shares, as the steps change it.
+/// Where the instance is that carries shares.
+const PLACE: Placement = Placement { start: 4, size: 4 };
+
+const PROFILE: &str = "3g.40gb";
+
+/// The instance, of 42 of the GPU's 98 multiprocessors.
+fn instance() -> Instance {
+    Instance {
+        profile: PROFILE.into(),
+        profile_id: 9,
+        placement: PLACE,
+        gpu_instance_id: 2,
+        compute_instances: vec![ComputeInstance { id: 0, full_width: true, uuid: "MIG-1".into() }],
+        ..Instance::default()
+    }
+}
+
+/// A GPU, and what carries its shares or those of an instance of it, as the steps change it.
 #[derive(Clone, Debug)]
 struct World {
     gpu: Gpu,
+    /// Of the carrier.
+    placement: Option<Placement>,
     prepared: PreparedClaims,
     protocol: Protocol,
     pod: Option<ServerPod>,
@@ -50,6 +71,29 @@ struct World {
 }
 
 impl World {
+    /// Whose shares are of an instance.
+    fn of_instance(protocol: Protocol) -> Self {
+        let mut world = Self::new(protocol);
+        world.gpu.mig.enabled = true;
+        let profile = Profile {
+            name: PROFILE.into(),
+            id: 9,
+            memory_bytes: 40 * GIB,
+            multiprocessors: 42,
+            ..Profile::default()
+        };
+        let geometry = Geometry { multiprocessors: 98, profiles: vec![profile], ..Geometry::default() };
+        world.gpu.geometry = Some(Arc::new(geometry));
+        world.gpu.instances = vec![instance()];
+        world.placement = Some(PLACE);
+        world
+    }
+
+    /// One whose shares are of the GPU, and one of an instance.
+    fn both(protocol: Protocol) -> [Self; 2] {
+        [Self::new(protocol), Self::of_instance(protocol)]
+    }
+
     fn new(protocol: Protocol) -> Self {
         let sharing =
             Sharing { isolation: Isolation::Driver, max_clients: 48, equal_sizes: protocol == Protocol::V2 };
@@ -63,6 +107,7 @@ impl World {
         };
         Self {
             gpu,
+            placement: None,
             prepared: PreparedClaims::new(),
             protocol,
             pod: None,
@@ -76,21 +121,46 @@ impl World {
     }
 
     fn due(&self, shares: &[WantedShare]) -> Due {
-        let entry = DesiredGpu {
-            uuid: "GPU-1".into(),
-            policy: "p".into(),
-            mig: DesiredMig::Disabled,
-            allow_reset: false,
-            unhealthy_effect: Default::default(),
-            max_concurrent_gpus: 16,
-        };
-        let partitions: Vec<Partition> = shares.iter().cloned().map(partition).collect();
+        let entry = entry();
+        let partitions: Vec<Partition> = shares.iter().map(|share| self.partition(share)).collect();
         due(Desired { gpu: Some(&entry), partitions: &partitions }, self.observed())
+    }
+
+    fn partition(&self, share: &WantedShare) -> Partition {
+        let owner = ClaimOwner {
+            namespace: "ns".into(),
+            name: share.id.clone(),
+            pod: "pod".into(),
+            pod_uid: share.id.clone(),
+            request: "r".into(),
+        };
+        let instance = self.placement.map(|placement| WantedInstance { profile: PROFILE.into(), placement });
+        Partition { gpu: "GPU-1".into(), instance, share: Some(share.clone()), owner: Owner::Claim(owner) }
+    }
+
+    fn carrier(&self) -> Carrier<'_> {
+        Carrier { gpu: &self.gpu, placement: self.placement }
+    }
+
+    /// What NVML shows of it.
+    fn on_it(&mut self) -> (&mut Vec<Process>, &mut MpsState) {
+        match self.placement.map(|placement| self.gpu.instance_at(placement).is_some()) {
+            Some(true) => {
+                let instance = self.gpu.instances.iter_mut().find(|one| one.placement == PLACE).unwrap();
+                (&mut instance.processes, &mut instance.mps)
+            }
+            _ => (&mut self.gpu.processes, &mut self.gpu.mps),
+        }
+    }
+
+    /// Nobody gets past the server; inside an instance nobody sees to that.
+    fn is_taken(&self) -> bool {
+        self.placement.is_some() || self.gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS)
     }
 
     fn observed(&self) -> Observed<'_> {
         Observed {
-            gpu: &self.gpu,
+            carrier: self.carrier(),
             prepared: &self.prepared,
             protocol: self.protocol,
             pod: self.pod.as_ref(),
@@ -108,6 +178,7 @@ impl World {
             |limits: &Limits| Said { memory: limits.memory_text(), percent: limits.percent.to_string() };
         match step {
             Step::TakeComputeMode => {
+                assert!(self.placement.is_none() && !self.gpu.mig.enabled);
                 self.before = self.before.or(self.gpu.compute_mode);
                 self.gpu.compute_mode = Some(ComputeMode::EXCLUSIVE_PROCESS);
             }
@@ -116,14 +187,16 @@ impl World {
                 self.before = None;
             }
             Step::WriteConfig(text) => self.config = Some(text.clone()),
-            Step::CreatePod(form) => {
-                assert!(self.pod.is_none() && self.gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS));
+            Step::CreatePod { form, device } => {
+                assert!(self.pod.is_none() && self.is_taken());
+                assert_eq!(self.carrier().present().expect("it is there").uuid, device);
                 self.pods_made += 1;
                 let uid = self.pods_made.to_string();
                 self.pod = Some(ServerPod {
                     name: "mps".into(),
                     uid,
                     form: form.to_string(),
+                    device: device.clone(),
                     ..ServerPod::default()
                 });
                 // A control daemon that begins with a file has everything that is in it.
@@ -137,7 +210,7 @@ impl World {
                 self.mps = Seen { sockets, ..mps };
             }
             Step::DeletePod(_) | Step::ReplacePod(_) => (self.pod, self.mps) = (None, Seen::default()),
-            Step::CreateServer => self.mps.server = Server::Ready,
+            Step::CreateServer { .. } => self.mps.server = Server::Ready,
             Step::DeleteServer => self.mps = Seen::default(),
             Step::CreateNamespace(name, limits) | Step::SetNamespace(name, limits) => {
                 self.mps.limits.insert(name.clone(), said(limits));
@@ -180,13 +253,20 @@ impl World {
         panic!("no end of steps: {:?}", self.due(shares));
     }
 
+    /// Only the file is written.
+    fn apply_config(&mut self, shares: &[WantedShare]) {
+        while let Some(step @ Step::WriteConfig(_)) = next_step_of(self, shares) {
+            self.apply(&step);
+        }
+    }
+
     /// A claim of the share, and a process in it.
     fn use_share(&mut self, share: &WantedShare, with_process: bool) {
         let device = PreparedDevice {
             request: "r".into(),
             device: "d".into(),
-            key: DeviceKey::share("GPU-1", &share.id),
-            uuid: "GPU-1".into(),
+            key: self.carrier().key().with_share(&share.id),
+            uuid: self.carrier().present().map(|present| present.uuid.to_owned()).unwrap_or_default(),
             cdi: vec![],
             share: Some(share.clone()),
         };
@@ -198,14 +278,14 @@ impl World {
             let name = namespace_of(self.protocol, &share.id);
             self.mps.clients.entry(name).or_default().push(77);
             let pod_uid = Some(share.id.clone());
-            self.gpu.mps_clients.push(Process { pid: 77, comm: "train".into(), pod_uid });
+            self.on_it().1.clients.push(Process { pid: 77, comm: "train".into(), pod_uid });
         }
     }
 
     fn release(&mut self) {
         self.prepared.clear();
         self.mps.clients.clear();
-        self.gpu.mps_clients.clear();
+        self.on_it().1.clients.clear();
     }
 
     fn in_force(&self, shares: &[WantedShare]) -> Vec<String> {
@@ -259,6 +339,167 @@ fn shares_come_and_go_step_by_step() {
 }
 
 #[test]
+fn shares_of_an_instance_come_and_go_and_its_gpu_keeps_its_compute_mode() {
+    let mut world = World::of_instance(Protocol::V3);
+    let wanted = [share(1, 10, 10), share(2, 20, 30)];
+    let mut seen = Vec::new();
+    while let Some(step) = next_step_of(&world, &wanted) {
+        world.apply(&step);
+        seen.push(step.to_string());
+    }
+    assert_eq!(
+        seen,
+        ["write the configuration of the MPS server", "make the pod of the MPS server (protocol 3)"]
+    );
+    assert!(world.config.as_ref().unwrap().contains("allowed_devices = \"MIG-1\""));
+    let reports = world.due(&wanted).shares;
+    assert!(reports.iter().all(|share| share.problem.is_none()), "{reports:?}");
+    // 10 and 30 % of the GPU's 98 multiprocessors are 23.3 and 70 % of the instance's 42.
+    assert_eq!(reports.iter().map(|share| share.compute_percent).collect::<Vec<_>>(), [24, 70]);
+    for report in reports {
+        assert_eq!((report.placement, report.isolation), (Some(PLACE), Isolation::Process));
+    }
+    world.use_share(&wanted[1], true);
+    let due = world.due(&wanted);
+    assert_eq!((due.shares[0].processes, due.shares[1].processes), (0, 1));
+    world.settle(&[]);
+    assert_eq!(world.in_force(&[]), [id(2)], "in use");
+    assert_eq!(world.due(&[]).blocked.unwrap().reason, problem_reason::IN_USE);
+    world.release();
+    assert_eq!(world.settle(&[]), 1, "the pod");
+    assert_eq!((&world.pod, world.gpu.compute_mode), (&None, Some(ComputeMode::DEFAULT)));
+    assert!(!world.due(&[]).carries);
+}
+
+#[test]
+fn a_share_of_an_instance_waits_for_it_and_fits_into_it() {
+    type Change = fn(&mut World, &mut WantedShare);
+    let cases: [(&str, Change); 8] = [
+        (problem_reason::MPS_NOT_READY, |world, _| world.gpu.instances.clear()),
+        (problem_reason::MPS_NOT_READY, |world, _| world.gpu.instances[0].compute_instances.clear()),
+        (problem_reason::MPS_NOT_READY, |world, _| world.gpu.instances[0].profile = "4g.40gb".into()),
+        (problem_reason::MIG_OFF, |world, _| {
+            world.gpu.mig.enabled = false;
+            world.gpu.instances.clear();
+        }),
+        (problem_reason::BAD_SHARE, |_, share| share.memory_bytes = 41 * GIB),
+        (problem_reason::BAD_SHARE, |_, share| share.compute_milli = 43_001),
+        (problem_reason::ISOLATION_UNAVAILABLE, |_, share| share.isolation = Isolation::Driver),
+        ("Xid95", |world, _| {
+            world.gpu.instances[0].unhealthy =
+                Some(Reason { reason: "Xid95".into(), message: String::new() });
+        }),
+    ];
+    for (reason, change) in cases {
+        let (mut world, mut wanted) = (World::of_instance(Protocol::V3), share(1, 40, 43));
+        let good = wanted.clone();
+        change(&mut world, &mut wanted);
+        assert_eq!(world.problem(std::slice::from_ref(&wanted), &id(1)), reason, "{wanted:?}");
+        assert_eq!(world.due(&[wanted]).steps, [], "no server before there is what it serves");
+        let mut world = World::of_instance(Protocol::V3);
+        world.settle(std::slice::from_ref(&good));
+        assert_eq!(world.due(&[good]).shares[0].compute_percent, 100);
+    }
+}
+
+#[test]
+fn what_a_claim_has_all_of_carries_no_shares() {
+    for mut world in World::both(Protocol::V3) {
+        let shares = [share(1, 5, 5)];
+        let whole = Partition { share: None, ..world.partition(&share(9, 1, 1)) };
+        let with_whole = |world: &World| {
+            let partitions = [world.partition(&shares[0]), whole.clone()];
+            due(Desired { gpu: Some(&entry()), partitions: &partitions }, world.observed())
+        };
+        let found = with_whole(&world);
+        assert_eq!(found.shares[0].problem.as_ref().unwrap().reason, problem_reason::OVERLAP);
+        assert!(found.steps.is_empty() && !found.carries);
+        // What nobody has yet gives way; what somebody has stays, and the other claim waits.
+        world.settle(&shares);
+        assert!(matches!(with_whole(&world).steps[..], [Step::DeletePod(_)]));
+        world.use_share(&shares[0], false);
+        let found = with_whole(&world);
+        assert_eq!((found.steps, &found.shares[0].problem), (vec![], &None));
+        // A claim that has all of it is not disturbed.
+        world.release();
+        world.settle(&[]);
+        world.use_share(&shares[0], false);
+        let all = world.carrier().key();
+        let device = &mut world.prepared.values_mut().next().unwrap().devices[0];
+        (device.key, device.share) = (all, None);
+        let due = world.due(&shares);
+        assert!(due.steps.is_empty() && due.blocked.unwrap().reason == problem_reason::IN_USE);
+    }
+}
+
+#[test]
+fn an_instance_that_is_made_again_gets_another_server() {
+    for protocol in [Protocol::V2, Protocol::V3] {
+        let shares = [share(1, 10, 10)];
+        let mut world = World::of_instance(protocol);
+        world.settle(&shares);
+        world.use_share(&shares[0], false);
+        // Booted: its server was started anew, and finds nothing.
+        world.gpu.instances.clear();
+        world.mps = Seen::default();
+        let step = next_step_of(&world, &shares).expect("it will not find what comes later");
+        assert!(matches!(step, Step::ReplacePod(_)), "{step}");
+        assert!(step.users()(&world.prepared, &world.carrier().key()).is_empty(), "whatever is prepared");
+        world.apply(&step);
+        let due = world.due(&shares);
+        assert!(due.steps.is_empty() && due.waits && due.carries);
+        assert_eq!(world.problem(&shares, &id(1)), problem_reason::MPS_NOT_READY);
+        world.gpu.instances = vec![instance()];
+        world.gpu.instances[0].compute_instances[0].uuid = "MIG-2".into();
+        world.settle(&shares);
+        assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 2));
+        // Under another UUID before anybody looked: what it served is not there any more.
+        world.gpu.instances[0].compute_instances[0].uuid = "MIG-3".into();
+        world.mps.clients.insert("other".into(), vec![9]);
+        world.apply_config(&shares);
+        assert!(world.due(&shares).blocked.unwrap().message.contains("pid 9"), "a client that lives");
+        world.mps.clients.clear();
+        assert!(matches!(next_step_of(&world, &shares), Some(Step::ReplacePod(_))));
+        world.settle(&shares);
+        assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 3));
+        assert_eq!(world.pod.as_ref().unwrap().device, "MIG-3");
+    }
+}
+
+#[test]
+fn what_carried_shares_goes_when_its_place_has_gone_or_the_mode_has_changed() {
+    for mut world in World::both(Protocol::V3) {
+        let shares = [share(1, 10, 10)];
+        world.settle(&shares);
+        world.gpu.mig.enabled = !world.gpu.mig.enabled;
+        world.gpu.instances.clear();
+        assert_eq!(world.settle(&shares), 1, "the pod; the other mode has no compute mode of Kerf's");
+        assert!(world.pod.is_none() && !world.due(&shares).carries);
+    }
+}
+
+#[test]
+fn a_gpus_places_are_those_that_are_wanted_held_or_served() {
+    let world = World::of_instance(Protocol::V3);
+    let at = |start| Placement { start, size: 1 };
+    let wanted = Partition {
+        instance: Some(WantedInstance { profile: "1g.10gb".into(), placement: at(0) }),
+        ..world.partition(&share(1, 1, 1))
+    };
+    let whole = Partition { share: None, ..world.partition(&share(2, 1, 1)) };
+    let elsewhere = Partition { gpu: "GPU-2".into(), ..world.partition(&share(3, 1, 1)) };
+    let mut held = World::of_instance(Protocol::V3);
+    held.use_share(&share(4, 1, 1), false);
+    held.prepared.values_mut().next().unwrap().devices[0].key.placement = Some(at(1));
+    let pods = Pods::from([
+        (DeviceKey::instance("GPU-1", at(2)), ServerPod::default()),
+        (DeviceKey::instance("GPU-2", at(3)), ServerPod::default()),
+    ]);
+    let found = places("GPU-1", &[wanted, whole, elsewhere], &held.prepared, &pods);
+    assert_eq!(found, BTreeSet::from([None, Some(at(0)), Some(at(1)), Some(at(2))]));
+}
+
+#[test]
 fn one_size_is_carried_before_protocol_3_and_another_when_nobody_uses_it() {
     let mut world = World::new(Protocol::V2);
     let (a, b, other) = (share(1, 10, 25), share(2, 10, 25), share(3, 20, 50));
@@ -298,12 +539,11 @@ fn what_can_be_no_share_is_named() {
         assert_eq!(world.problem(&shares, &other.id), reason, "{other:?}");
         assert_eq!(world.in_force(&shares), [id(1)], "its neighbour is carried all the same");
     }
-    let entry = Partition {
-        instance: Some(WantedInstance { profile: "3g.40gb".into(), placement: Default::default() }),
-        ..partition(share(3, 5, 5))
-    };
+    let entry = world.partition(&good);
     let found = due(Desired { gpu: None, partitions: &[entry] }, world.observed());
-    assert_eq!(found.shares[0].problem.as_ref().unwrap().reason, problem_reason::SHARING_UNAVAILABLE);
+    assert_eq!(found.shares[0].problem.as_ref().unwrap().reason, problem_reason::GPU_NOT_LISTED);
+    world.gpu.sharing = None;
+    assert_eq!(world.problem(std::slice::from_ref(&good), &id(1)), problem_reason::SHARING_UNAVAILABLE);
     world = World::new(Protocol::V3);
     world.gpu.mig.enabled = true;
     assert_eq!(world.problem(std::slice::from_ref(&good), &id(1)), problem_reason::MIG_ON);
@@ -330,12 +570,10 @@ fn prepared_claims_get_another_pod_when_the_driver_speaks_another_protocol() {
         // The pod's control daemon is talked to in words that it does not have.
         world.protocol = after;
         world.mps = Seen { server: Server::Silent("no answer".into()), ..Seen::default() };
-        world.gpu.mps_clients = vec![Process { pid: 7, ..Process::default() }];
-        while let Some(step @ Step::WriteConfig(_)) = next_step_of(&world, &shares) {
-            world.apply(&step);
-        }
+        world.on_it().1.clients = vec![Process { pid: 7, ..Process::default() }];
+        world.apply_config(&shares);
         assert!(world.due(&shares).blocked.unwrap().message.contains("pid 7"), "a client that lives");
-        world.gpu.mps_clients.clear();
+        world.on_it().1.clients.clear();
         let step = next_step_of(&world, &shares).unwrap();
         assert!(
             matches!(step, Step::ReplacePod(_))
@@ -428,7 +666,8 @@ fn a_server_that_hangs_is_replaced_after_a_while_whoever_is_in_it() {
         assert!(matches!(step, Step::ReplacePod(_)), "{step}");
         assert!(step.users()(&world.prepared, &DeviceKey::gpu("GPU-1")).is_empty(), "also while prepared");
         world.apply(&step);
-        (world.hangs, world.gpu.mps_clients) = (0, Vec::new());
+        world.hangs = 0;
+        world.on_it().1.clients.clear();
         world.settle(&shares);
         assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 2));
     }
@@ -452,7 +691,7 @@ fn who_comes_to_a_server_of_a_driver_that_has_gone_does_not_keep_it() {
     let step = next_step_of(&world, &shares).unwrap();
     assert!(matches!(step, Step::ReplacePod(_)), "{step}");
     world.apply(&step);
-    (world.outlived, world.gpu.mps_clients) = (false, Vec::new());
+    (world.outlived, world.gpu.mps.clients) = (false, Vec::new());
     world.settle(&shares);
     assert_eq!(world.in_force(&shares), [id(1)]);
     // Another size with the same driver is no reason to end anybody.
@@ -501,7 +740,7 @@ fn servers_that_end_are_made_again_whatever_is_prepared() {
     assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 3));
     world.pod.as_mut().unwrap().ended = true;
     let step = world.due(&shares).steps.remove(0);
-    assert!(matches!(&step, Step::DeletePod(_)) && step.disturbs("GPU-1").is_none());
+    assert!(matches!(&step, Step::DeletePod(_)) && step.disturbs(&DeviceKey::gpu("GPU-1")).is_none());
     world.settle(&shares);
     assert_eq!((world.in_force(&shares), world.pods_made), (vec![id(1)], 4));
     world.prepared.clear();
@@ -552,16 +791,16 @@ fn worlds() -> impl Strategy<Value = World> {
         Just(Server::Hangs("why".into())),
     ];
     (
-        any::<bool>(),
+        any::<(bool, bool)>(),
         0u32..4,
         prop::bool::ANY,
         prop::bool::ANY,
         server,
         prop::collection::vec((1u32..6, any::<bool>()), 0..4),
     )
-        .prop_map(|(v3, mode, has_pod, other_form, server, held)| {
+        .prop_map(|((v3, of_instance), mode, has_pod, other_form, server, held)| {
             let protocol = if v3 { Protocol::V3 } else { Protocol::V2 };
-            let mut world = World::new(protocol);
+            let mut world = World::both(protocol)[usize::from(of_instance)].clone();
             // One size, so that protocol 2 can have prepared them together.
             let shares: Vec<(WantedShare, bool)> =
                 held.into_iter().map(|(number, process)| (share(number, 5, 10), process)).collect();
@@ -581,8 +820,12 @@ fn worlds() -> impl Strategy<Value = World> {
             for (share, process) in shares {
                 world.use_share(&share, process && world.pod.is_some());
             }
-            if mode == 1 {
-                world.gpu.compute_mode = Some(ComputeMode::DEFAULT);
+            match (of_instance, mode) {
+                (false, 1) => world.gpu.compute_mode = Some(ComputeMode::DEFAULT),
+                (true, 1) => world.gpu.instances.clear(),
+                (true, 2) => world.gpu.instances[0].compute_instances[0].uuid = "MIG-2".into(),
+                (true, 3) => world.gpu.instances[0].compute_instances.clear(),
+                _ => {}
             }
             world
         })
@@ -611,15 +854,19 @@ proptest! {
                     let outlived = world.outlived && pod.form == "another";
                     prop_assert!(ended || outlived || world.mps.clients.is_empty());
                     let lost = held.iter().any(|id| !world.mps.limits.contains_key(&namespace(id)));
-                    prop_assert!(held.is_empty() || ended || lost || pod.form == "another");
+                    let other = pod.form == "another" || world.carrier().present().is_none_or(|now| now.uuid != pod.device);
+                    prop_assert!(held.is_empty() || ended || lost || other);
                 }
-                Step::RestoreComputeMode(_) => prop_assert!(held.is_empty() && world.pod.is_none()),
+                Step::TakeComputeMode => prop_assert!(world.placement.is_none()),
+                Step::RestoreComputeMode(_) => {
+                    prop_assert!(held.is_empty() && world.pod.is_none() && world.placement.is_none());
+                }
                 Step::DeleteNamespace(name) => {
                     prop_assert!(held.iter().all(|id| namespace(id) != *name) && !world.mps.clients.contains_key(name));
                 }
                 Step::DeleteServer => prop_assert!(world.mps.server == Server::Exited),
-                Step::CreatePod(_) => {
-                    prop_assert!(world.gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS) && world.pod.is_none());
+                Step::CreatePod { .. } => {
+                    prop_assert!(world.is_taken() && world.pod.is_none() && world.carrier().present().is_some());
                 }
                 _ => {}
             }
@@ -631,6 +878,15 @@ proptest! {
         mut world in worlds(), wishes in wishes(),
     ) {
         world.release();
+        // Of an instance that is not there nothing is left, and then it is made.
+        if world.placement.is_some() && world.carrier().present().is_none() {
+            let finished = instance();
+            if world.gpu.instances.is_empty() {
+                world.settle(&wishes);
+                prop_assert!(world.pod.is_none(), "a server outlives its instance");
+            }
+            world.gpu.instances = vec![finished];
+        }
         let well = |world: &mut World| {
             // What only passes has passed.
             if !matches!(world.mps.server, Server::Absent | Server::Exited) {
@@ -662,7 +918,25 @@ proptest! {
             let limits = Limits { memory: share.memory_bytes, percent: share.compute_percent };
             prop_assert!(limits.agree(&world.mps.limits[&name]));
             prop_assert_eq!(&world.mps.server, &Server::Ready);
-            prop_assert_eq!(world.gpu.compute_mode, Some(ComputeMode::EXCLUSIVE_PROCESS));
+            prop_assert!(world.is_taken());
+            let serves = &world.pod.as_ref().expect("a server").device;
+            prop_assert_eq!(world.carrier().present().map(|present| present.uuid), Some(serves.as_str()));
+            prop_assert_eq!(share.placement, world.placement);
+        }
+    }
+
+    #[test]
+    fn claims_to_all_of_a_carrier_and_shares_of_it_never_meet(world in worlds(), wishes in wishes()) {
+        let whole = Partition { share: None, ..world.partition(&share(9, 1, 1)) };
+        let shares = wishes.iter().map(|share| world.partition(share));
+        let partitions: Vec<Partition> = shares.chain([whole]).collect();
+        let due = due(Desired { gpu: Some(&entry()), partitions: &partitions }, world.observed());
+        for share in due.shares.iter().filter(|share| !world.prepared.contains_key(&share.id)) {
+            prop_assert!(share.problem.is_some(), "{:?}", share);
+        }
+        if world.prepared.is_empty() {
+            let builds = |step: &Step| matches!(step, Step::CreatePod { .. } | Step::TakeComputeMode);
+            prop_assert!(!due.steps.iter().any(builds), "{:?}", due.steps);
         }
     }
 }

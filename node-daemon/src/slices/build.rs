@@ -15,8 +15,9 @@ use crate::inventory::{Gpu, Inventory};
 /// The API's limit on the text of an attribute.
 const MAX_TEXT: usize = 64;
 
-/// The devices of the GPUs that a policy manages, in order of GPU and place: a GPU that is not cut as a whole, and as
-/// what its shares are parts of if it can carry any, otherwise each of Kerf's instances. Each has the taint that keeps kube-scheduler's own allocator away.
+/// The devices of the GPUs that a policy manages, in order of GPU and place: a GPU that is not cut, otherwise each of Kerf's
+/// instances; and each once more as what its shares are parts of, if it can carry any. Each has the taint that keeps
+/// kube-scheduler's own allocator away.
 pub fn build(inventory: &Inventory, spec: &GpuNodeSpec) -> Vec<Device> {
     if inventory.unavailable.is_some() {
         return Vec::new();
@@ -47,13 +48,15 @@ pub fn build(inventory: &Inventory, spec: &GpuNodeSpec) -> Vec<Device> {
             taints: Some(taints(unhealthy.then_some(desired.unhealthy_effect))),
             ..Device::default()
         };
+        let shared = |carrier: &str, kind: device::Device<'_>, unhealthy: bool| Device {
+            allow_multiple_allocations: Some(true),
+            ..device(share_device(carrier), kind, unhealthy)
+        };
         if gpu.instances.is_empty() {
             devices.push(device(gpu.name.clone(), device::Device::Gpu, gpu.unhealthy.is_some()));
         }
         if gpu.sharing.is_some() && !gpu.mig.enabled {
-            let name = share_device(&gpu.name);
-            let shared = device(name, device::Device::Share, gpu.unhealthy.is_some());
-            devices.push(Device { allow_multiple_allocations: Some(true), ..shared });
+            devices.push(shared(&gpu.name, device::Device::Share, gpu.unhealthy.is_some()));
         }
         for instance in gpu.instances.iter().filter(|instance| !instance.foreign) {
             // Without its compute instance it is still being made; without its profile nothing is known of it.
@@ -65,7 +68,11 @@ pub fn build(inventory: &Inventory, spec: &GpuNodeSpec) -> Vec<Device> {
             let name = instance_device(&gpu.name, instance.profile_id, instance.placement.start);
             let unhealthy = gpu.unhealthy.is_some() || instance.unhealthy.is_some();
             let kind = device::Device::Instance(geometry, profile, Some(&compute.uuid));
-            devices.push(device(name, kind, unhealthy));
+            devices.push(device(name.clone(), kind, unhealthy));
+            if gpu.sharing.is_some() {
+                let kind = device::Device::InstanceShare(geometry, profile, Some(&compute.uuid));
+                devices.push(shared(&name, kind, unhealthy));
+            }
         }
     }
     devices
@@ -199,10 +206,26 @@ mod tests {
             gpu.sharing = Some(sharing.clone());
         }
         let devices = build(&inventory, &managed(TaintEffect::NoExecute));
-        assert_eq!(names(&devices), [DEVICE_3G, DEVICE_1G, "gpu-11111111", "gpu-11111111-share"]);
-        let share = &devices[3];
+        let of_3g = format!("{DEVICE_3G}-share");
+        let of_1g = format!("{DEVICE_1G}-share");
+        assert_eq!(
+            names(&devices),
+            [DEVICE_3G, &of_3g, DEVICE_1G, &of_1g, "gpu-11111111", "gpu-11111111-share"]
+        );
+        let share = &devices[1];
         assert_eq!(share.allow_multiple_allocations, Some(true));
-        assert_eq!(devices[2].allow_multiple_allocations, None);
+        let attributes = share.attributes.as_ref().unwrap();
+        let word = |name: &str| attributes[name].string.as_deref();
+        assert_eq!(
+            ["type", "isolation", "profile", "uuid", "parentUUID"].map(word),
+            [Some("share"), Some("process"), Some("3g.40gb"), Some("MIG-2"), Some(GPU0)]
+        );
+        let capacity = share.capacity.as_ref().unwrap();
+        assert_eq!(capacity["memory"].value.0, "39062500Ki");
+        assert_eq!(capacity["compute"].value.0, "57", "percent of the whole GPU's, rounded down");
+        let share = &devices[5];
+        assert_eq!(share.allow_multiple_allocations, Some(true));
+        assert_eq!(devices[4].allow_multiple_allocations, None);
         let attributes = share.attributes.as_ref().unwrap();
         assert_eq!(attributes["type"].string.as_deref(), Some("share"));
         assert_eq!(attributes["isolation"].string.as_deref(), Some("driver"));

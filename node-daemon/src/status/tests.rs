@@ -150,12 +150,49 @@ fn clients_are_one_for_each_pod_and_one_for_all_others() {
 
 #[test]
 fn what_carried_shares_counts_as_a_process_until_it_has_gone() {
-    let mut gpu = Gpu { carries: true, ..Gpu::default() };
+    let mut gpu = Gpu::default();
+    gpu.mps.there = true;
     let processes =
         |gpu: &Gpu| built(&inventory(vec![gpu.clone()]), &BTreeMap::new()).gpus.remove(0).processes;
     assert_eq!(processes(&gpu), 1, "or the operator would give the whole GPU away");
-    gpu.carries = false;
+    gpu.mps.there = false;
     assert_eq!(processes(&gpu), 0);
+    let mut gpu = full(0, &geometry("P", 1), 1);
+    gpu.instances[0].processes.clear();
+    gpu.instances[0].mps.there = true;
+    let instance = built(&inventory(vec![gpu]), &BTreeMap::new()).gpus.remove(0).instances.remove(0);
+    assert_eq!(instance.processes, 1, "and all of an instance");
+}
+
+#[test]
+fn claims_of_shares_are_not_their_instances() {
+    let gpu = full(0, &geometry("P", 1), 2);
+    let of = |uid: &str, key: DeviceKey| Prepared {
+        claim: ClaimReference { uid: uid.into(), ..ClaimReference::default() },
+        pod: None,
+        devices: vec![PreparedDevice {
+            request: "r".into(),
+            device: "d".into(),
+            key,
+            uuid: String::new(),
+            cdi: vec![],
+            share: None,
+        }],
+    };
+    let at = |start| DeviceKey::instance(&gpu.uuid, Placement { start, size: 1 });
+    let prepared = PreparedClaims::from([
+        ("share".to_owned(), of("share", at(0).with_share("a"))),
+        ("whole".to_owned(), of("whole", at(1))),
+    ]);
+    let share =
+        api::Share { id: "a".into(), placement: Some(Placement { start: 0, size: 1 }), ..Default::default() };
+    let inventory = inventory(vec![Gpu { shares: vec![share], ..gpu.clone() }]);
+    let (spec, reports) = (SeenSpec::default(), BTreeMap::new());
+    let gpu = build(parts(&spec, &inventory, &reports, &prepared), &[], now()).gpus.remove(0);
+    let uids = |claims: &[ClaimReference]| claims.iter().map(|claim| claim.uid.clone()).collect::<Vec<_>>();
+    assert_eq!(uids(&gpu.instances[0].claims), [""; 0]);
+    assert_eq!(uids(&gpu.instances[1].claims), ["whole"]);
+    assert_eq!(uids(&gpu.shares[0].claims), ["share"]);
 }
 
 #[test]

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use kerf_crds::gpu_node::{ClaimOwner, ObservedMig, PolicyOwner, Reservation, WantedInstance};
+use kerf_crds::gpu_node::{ClaimOwner, ObservedMig, PolicyOwner, Reservation, WantedInstance, WantedShare};
 use proptest::prelude::*;
 
 use super::*;
@@ -114,6 +114,12 @@ fn running(instance: Instance) -> Instance {
     Instance { processes: vec![Process { pid: 7, comm: "train".into(), ..Process::default() }], ..instance }
 }
 
+/// With an MPS server for shares of it.
+fn carrying(mut instance: Instance) -> Instance {
+    instance.mps.there = true;
+    instance
+}
+
 fn half(instance: Instance) -> Instance {
     Instance { compute_instances: vec![], ..instance }
 }
@@ -224,6 +230,29 @@ fn what_is_in_use_is_waited_for_and_named() {
     let blocked = step_on(&idle, &entry(), &[claim("3g.40gb", 0)], &held);
     // Nor is the idle neighbour taken down: that would make no room.
     assert_blocked(blocked, problem_reason::IN_USE, "claim ns/held");
+}
+
+#[test]
+fn what_carries_shares_stays_until_its_server_and_its_clients_have_gone() {
+    let other = [claim("1g.10gb", 1)];
+    let mut carrier = carrying(instance("3g.40gb", 0));
+    assert_blocked(step(&with(vec![carrier.clone()]), &other), problem_reason::IN_USE, "MPS server");
+    carrier.mps.there = false;
+    carrier.mps.clients = vec![Process { pid: 7, ..Process::default() }];
+    assert_blocked(step(&with(vec![carrier.clone()]), &other), problem_reason::IN_USE, "MPS server");
+    carrier.mps.clients.clear();
+    assert_eq!(step(&with(vec![carrier]), &other), destroy_compute("3g.40gb", 0));
+}
+
+#[test]
+fn shares_want_their_instance_once_and_each_as_much_as_a_claim_to_all_of_it() {
+    let share = |id: &str| Partition {
+        share: Some(WantedShare { id: id.into(), ..WantedShare::default() }),
+        ..claim("3g.40gb", 4)
+    };
+    let wanted = [share("a"), share("b"), warm("1g.10gb", 4)];
+    assert_eq!(step(&gpu(), &wanted), create("3g.40gb", 4));
+    assert_eq!(step(&with(vec![instance("3g.40gb", 4)]), &wanted), Step::Nothing);
 }
 
 #[test]
@@ -458,6 +487,13 @@ fn mode_is_switched_off_when_the_last_instance_is_gone() {
     assert_eq!(step_on(&idle, &disabled, &[], &none), destroy_compute("3g.40gb", 0));
     let one_busy = with(vec![instance("3g.40gb", 0), running(instance("1g.10gb", 5))]);
     assert_blocked(step_on(&one_busy, &disabled, &[], &none), problem_reason::IN_USE, "train");
+    let shared = with(vec![carrying(instance("3g.40gb", 0))]);
+    assert_blocked(step_on(&shared, &disabled, &[], &none), problem_reason::IN_USE, "MPS server");
+    let mut whole = Gpu { mig: ObservedMig { enabled: false, ..gpu().mig }, ..gpu() };
+    let enabled = DesiredGpu { mig: DesiredMig::Enabled, ..disabled.clone() };
+    assert_eq!(step_on(&whole, &enabled, &[], &none), Step::EnableMig);
+    whole.mps.there = true;
+    assert_blocked(step_on(&whole, &enabled, &[], &none), problem_reason::IN_USE, "MPS server");
     assert_blocked(
         step_on(&idle, &disabled, &[claim("3g.40gb", 0)], &none),
         problem_reason::OVERLAP,
@@ -509,7 +545,7 @@ struct World {
 }
 
 fn any_world() -> impl Strategy<Value = World> {
-    let there = prop::collection::vec((any_place(), 0..7_u8), 0..6);
+    let there = prop::collection::vec((any_place(), 0..9_u8), 0..6);
     let wanted = prop::collection::vec((any_place(), 0..5_u8), 0..5);
     let mode = (
         prop::sample::select(vec![DesiredMig::Enabled, DesiredMig::Disabled, DesiredMig::Keep]),
@@ -534,6 +570,8 @@ fn any_world() -> impl Strategy<Value = World> {
                         if kind == 3 { plain } else { failed(plain) }
                     }
                     5 => failed(plain),
+                    6 => carrying(plain),
+                    7 => carrying(failed(plain)),
                     _ => plain,
                 });
             }
@@ -568,7 +606,7 @@ impl World {
 
     fn in_use(&self, instance: &Instance) -> bool {
         let key = DeviceKey::instance("GPU-1", instance.placement);
-        !instance.processes.is_empty() || !holders(&self.prepared, &key).is_empty()
+        !instance.processes.is_empty() || instance.mps.there || !holders(&self.prepared, &key).is_empty()
     }
 
     fn claimed(&self, instance: &Instance) -> bool {
@@ -684,6 +722,7 @@ proptest! {
         for instance in &mut world.gpu.instances {
             instance.foreign = false;
             instance.processes.clear();
+            instance.mps = Default::default();
         }
         // Make the wishes compatible: claims only, without overlap, within the engines.
         let mut kept: Vec<Partition> = Vec::new();

@@ -7,16 +7,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kerf_crds::conditions::problem_reason;
 use kerf_crds::gpu_node::{
-    ClaimOwner, ClaimReference, DesiredGpu, DesiredMig, Isolation, Owner, Partition, PodReference, Reason,
-    Share, WantedShare,
+    ClaimOwner, ClaimReference, DesiredGpu, DesiredMig, Isolation, Owner, Partition, Placement, PodReference,
+    Reason, Share, WantedInstance, WantedShare,
 };
-use kerf_node_daemon::inventory::{ComputeMode, Gpu};
+use kerf_node_daemon::inventory::{ComputeMode, Gpu, Instance};
 use kerf_node_daemon::metrics;
 use kerf_node_daemon::mps::pods::{NewServer, Order, Pods, ServerPod, ServerPods, Writer};
 use kerf_node_daemon::node::GpuReport;
 use kerf_node_daemon::plugin::LimitError;
 use kerf_node_daemon::prepared::{DeviceKey, Prepared, PreparedDevice};
-use kerf_sim::{Driver, GpuSpec, MemoryAccounting, NodeSpec};
+use kerf_sim::{Driver, GpuSpec, MemoryAccounting, MigUuids, NodeSpec};
 use nix::sys::signal::Signal;
 use tokio::sync::watch;
 
@@ -74,12 +74,12 @@ impl Cgroups {
     }
 }
 
-/// What runs, by the GPU; with the test, all of it ends.
+/// What runs, by carrier; with the test, all of it ends.
 #[derive(Default)]
-struct Running(Mutex<BTreeMap<String, (NewServer, Child)>>);
+struct Running(Mutex<BTreeMap<DeviceKey, (NewServer, Child)>>);
 
 impl Running {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, (NewServer, Child)>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<DeviceKey, (NewServer, Child)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -128,43 +128,45 @@ impl Servers {
                 let mut made = self.made.lock().unwrap();
                 *made += 1;
                 let pod = ServerPod {
-                    name: format!("mps-{}", new.gpu),
+                    name: format!("mps-{}", new.name),
+                    device: new.device.clone(),
                     uid: made.to_string(),
                     form: new.form.clone(),
                     ..ServerPod::default()
                 };
-                self.seen.send_modify(|pods| _ = pods.get_or_insert_default().insert(new.uuid.clone(), pod));
-                self.running.lock().insert(new.uuid.clone(), (new, child));
+                self.seen
+                    .send_modify(|pods| _ = pods.get_or_insert_default().insert(new.carrier.clone(), pod));
+                self.running.lock().insert(new.carrier.clone(), (new, child));
             }
             Order::Delete(pod) => {
-                let gpu = self.seen.borrow().as_ref().and_then(|pods| {
-                    pods.iter().find(|(_, known)| known.uid == pod.uid).map(|(gpu, _)| gpu.clone())
+                let carrier = self.seen.borrow().as_ref().and_then(|pods| {
+                    pods.iter().find(|(_, known)| known.uid == pod.uid).map(|(carrier, _)| carrier.clone())
                 });
-                let Some(gpu) = gpu else { return };
-                if let Some((_, child)) = self.running.lock().remove(&gpu) {
+                let Some(carrier) = carrier else { return };
+                if let Some((_, child)) = self.running.lock().remove(&carrier) {
                     stop(child);
                 }
-                self.seen.send_modify(|pods| _ = pods.get_or_insert_default().remove(&gpu));
+                self.seen.send_modify(|pods| _ = pods.get_or_insert_default().remove(&carrier));
             }
         }
     }
 
     /// Kills everything in a container, which is then started again.
-    fn crash(&self, gpu: &str) {
-        let new = self.pause(gpu);
+    fn crash(&self, carrier: &DeviceKey) {
+        let new = self.pause(carrier);
         self.resume(new);
     }
 
     /// Kills everything in a container, which does not start again before it is resumed.
-    fn pause(&self, gpu: &str) -> NewServer {
-        let (new, child) = self.running.lock().remove(gpu).expect("runs");
+    fn pause(&self, carrier: &DeviceKey) -> NewServer {
+        let (new, child) = self.running.lock().remove(carrier).expect("runs");
         stop(child);
         new
     }
 
     fn resume(&self, new: NewServer) {
         let child = self.spawn(&new);
-        self.running.lock().insert(new.uuid.clone(), (new, child));
+        self.running.lock().insert(new.carrier.clone(), (new, child));
     }
 
     fn made(&self) -> u32 {
@@ -180,7 +182,9 @@ impl Shared {
     fn with_accounting(branch: u32, memory_accounting: MemoryAccounting) -> Self {
         let driver = Driver::of_branch(branch);
         let gpus = vec![GpuSpec::new("a100-80")];
-        let node = Node::new(NodeSpec { driver, memory_accounting, ..NodeSpec::new("n", gpus) });
+        let mig_uuids = MigUuids::Fresh;
+        let spec = NodeSpec { driver, memory_accounting, mig_uuids, ..NodeSpec::new("n", gpus) };
+        let node = Node::new(spec);
         // No namespace has this number: containers that happen to run on this machine are not the node's.
         node.sim.set_pid_namespace(Some(0)).unwrap();
         node.sim.run_kernel().unwrap();
@@ -216,12 +220,17 @@ impl Shared {
 
     /// A program of CUDA in a share.
     fn program(&self, gpu: &Gpu, share: Option<&WantedShare>, arguments: &[&str]) -> Command {
+        self.program_on(&gpu.name, share, arguments)
+    }
+
+    /// The same in a share of what has this name.
+    fn program_on(&self, carrier: &str, share: Option<&WantedShare>, arguments: &[&str]) -> Command {
         let program = self.node.sim.root().join("usr/bin/nvidia-cuda-mps-control");
         // Beside the programs that were built with it.
         let built = std::env::current_exe().unwrap();
         let folder = built.parent().and_then(|deps| deps.parent()).expect("target directory");
         assert!(program.exists());
-        let pipe = self.node.state_dir().join("mps").join(&gpu.name).join("pipe");
+        let pipe = self.node.state_dir().join("mps").join(carrier).join("pipe");
         let pipe = match share {
             Some(share) if self.is_v3() => pipe.join("kerf").join(share.id.replace('-', "")),
             Some(_) => pipe,
@@ -243,7 +252,16 @@ impl Shared {
 
     /// Runs a program to its end: its exit status, and its events.
     fn run(&self, gpu: &Gpu, share: Option<&WantedShare>, arguments: &[&str]) -> (Option<i32>, String) {
-        let output = self.program(gpu, share, arguments).output().unwrap();
+        self.run_on(&gpu.name, share, arguments)
+    }
+
+    fn run_on(
+        &self,
+        carrier: &str,
+        share: Option<&WantedShare>,
+        arguments: &[&str],
+    ) -> (Option<i32>, String) {
+        let output = self.program_on(carrier, share, arguments).output().unwrap();
         (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
     }
 }
@@ -311,11 +329,20 @@ async fn prepare_for(
     share: &WantedShare,
     pod: &str,
 ) -> Result<Prepared, LimitError> {
+    prepare_on(daemon, DeviceKey::gpu(&gpu.uuid), share, pod).await
+}
+
+async fn prepare_on(
+    daemon: &Daemon,
+    carrier: DeviceKey,
+    share: &WantedShare,
+    pod: &str,
+) -> Result<Prepared, LimitError> {
     let device = PreparedDevice {
         request: "r".into(),
         device: "d".into(),
-        key: DeviceKey::share(&gpu.uuid, &share.id),
-        uuid: gpu.uuid.clone(),
+        uuid: carrier.gpu.clone(),
+        key: carrier.with_share(&share.id),
         cdi: vec![],
         share: Some(share.clone()),
     };
@@ -382,7 +409,7 @@ async fn shares_outlive_the_daemon_and_a_server_that_is_killed_has_them_at_once(
     drop(daemon);
     assert!(program.0.try_wait().unwrap().is_none());
     // Nobody is there to give a server its namespaces again.
-    shared.servers.crash(&gpu.uuid);
+    shared.servers.crash(&DeviceKey::gpu(&gpu.uuid));
     eventually("the program was told", || program.0.try_wait().unwrap().is_some()).await;
     // Who comes before the server gets past it.
     eventually("a server", || shared.run_control(&gpu, &["server", "get", "kerf", "status"]) == "Ready\n")
@@ -423,7 +450,7 @@ async fn before_protocol_3_shares_are_of_one_size_and_no_server_is_without_limit
     let seen = all_in_force(&daemon, &[&a, &b]).await;
     assert_eq!(find(&seen, &other).problem.as_ref().unwrap().reason, problem_reason::SIZES_DIFFER);
     assert_eq!(shared.run(&gpu, Some(&a), &["--allocate", "11Gi", "--seconds", "0"]).0, Some(4));
-    shared.servers.crash(&gpu.uuid);
+    shared.servers.crash(&DeviceKey::gpu(&gpu.uuid));
     eventually("the limits hold", || {
         let run = |size| shared.run(&gpu, Some(&a), &["--allocate", size, "--seconds", "0"]).0;
         eprintln!(
@@ -464,7 +491,7 @@ async fn a_server_that_hangs_is_replaced() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_control_daemon_that_hangs_is_replaced() {
-    hang(580, |shared, gpu| shared.servers.running.lock()[&gpu.uuid].1.id()).await;
+    hang(580, |shared, gpu| shared.servers.running.lock()[&DeviceKey::gpu(&gpu.uuid)].1.id()).await;
 }
 
 /// What is found so is stopped while a program is in a share.
@@ -541,7 +568,7 @@ async fn a_gpu_that_somebody_else_hands_out_keeps_no_server_that_nobody_uses() {
         shared.servers.running.lock().is_empty() && shared.mode() == ComputeMode::DEFAULT.0
     })
     .await;
-    let seen = daemon.until("the GPU let go", |seen| !seen.gpus[0].carries).await;
+    let seen = daemon.until("the GPU let go", |seen| !seen.gpus[0].mps.there).await;
     assert!(in_force(&seen.gpus[0]).is_empty());
     daemon.verdicts.send_replace(Some(None));
     all_in_force(&daemon, &[&a]).await;
@@ -685,7 +712,7 @@ async fn without_the_driver_what_a_pod_has_too_much_is_ended_and_nothing_else() 
     }
 
     // While no server runs, a process gets past MPS. It does not stay, and the server comes back.
-    let paused = shared.servers.pause(&gpu.uuid);
+    let paused = shared.servers.pause(&DeviceKey::gpu(&gpu.uuid));
     drop((small, neighbour));
     let mut past = start(&pod, None, "30Gi");
     loop {
@@ -701,6 +728,155 @@ async fn without_the_driver_what_a_pod_has_too_much_is_ended_and_nothing_else() 
     daemon.note("the end of who was past MPS", |note| note.message.contains("past MPS")).await;
     shared.servers.resume(paused);
     all_in_force(&daemon, &[&a, &b]).await;
+}
+
+/// Where the 3g.40gb is beside a 4g.40gb.
+const PLACE: Placement = Placement { start: 4, size: 4 };
+
+fn of_instance(gpu: &Gpu, share: &WantedShare) -> Partition {
+    let instance = WantedInstance { profile: "3g.40gb".into(), placement: PLACE };
+    Partition { instance: Some(instance), ..partition(gpu, share) }
+}
+
+fn instance_at(gpu: &Gpu, placement: Placement) -> &Instance {
+    gpu.instances.iter().find(|instance| instance.placement == placement).expect("the instance")
+}
+
+fn uuid_at(gpu: &Gpu, placement: Placement) -> String {
+    instance_at(gpu, placement).device().expect("finished").uuid.clone()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn three_shares_run_in_one_instance_beside_a_claim_to_another() {
+    let shared = Shared::new(615);
+    let daemon = shared.start();
+    let gpu = daemon.inventory().await.gpus[0].clone();
+    let four = crate::node::claim(&gpu, "4g.40gb", 0, 4);
+    let all = [share(1, 10, 10), share(2, 12, 14), share(3, 15, 18)];
+    let three = [&all[0], &all[1], &all[2]];
+    let wanted: Vec<Partition> =
+        three.iter().map(|share| of_instance(&gpu, share)).chain([four.clone()]).collect();
+    daemon.apply(1, &[managed(&gpu)], &wanted);
+    let seen = all_in_force(&daemon, &three).await;
+    assert_eq!(shared.node.layout(), ["0 3g.40gb@4", "0 4g.40gb@0"]);
+    // Percent of the whole GPU's 98 multiprocessors become percent of the instance's 42.
+    let percents = three.map(|share| find(&seen, share).compute_percent);
+    assert_eq!(percents, [24, 33, 42]);
+    for share in three.map(|share| find(&seen, share)) {
+        assert_eq!((share.placement, share.isolation), (Some(PLACE), Isolation::Process));
+    }
+    assert_eq!(seen.sharing.as_ref().unwrap().isolation, Isolation::Driver, "of the GPU itself");
+    assert_eq!(shared.mode(), ComputeMode::DEFAULT.0);
+    let carrier = format!("{}-4-4", gpu.name);
+    let (mig, mig_of_four) = (uuid_at(&seen, PLACE), uuid_at(&seen, Placement { start: 0, size: 4 }));
+
+    // Each gets its own of this instance, and no more.
+    let run = |share, size| shared.run_on(&carrier, Some(share), &["--allocate", size, "--seconds", "0"]);
+    let (status, events) = run(three[0], "9Gi");
+    assert_eq!(status, Some(0), "{events}");
+    assert!(events.contains(&mig) && events.contains("\"sms\":10"), "24 % of 42, in pairs: {events}");
+    assert_eq!(run(three[0], "11Gi").0, Some(4));
+    assert_eq!(run(three[2], "14Gi").0, Some(0));
+
+    let place = DeviceKey::instance(&gpu.uuid, PLACE);
+    let mut programs = Vec::new();
+    for share in three {
+        let pod = shared.cgroups.pod(&share.id);
+        prepare_on(&daemon, place.clone(), share, &share.id).await.unwrap();
+        let program = shared.program_on(&carrier, Some(share), &["--allocate", "9Gi"]);
+        programs.push(Guard(in_cgroup(&pod, &program).spawn().unwrap()));
+    }
+    assert!(shared.node.sim.state().unwrap().memory_limits.is_empty(), "the driver's do not reach in there");
+    let one_each = |gpu: &Gpu| three.iter().all(|share| find(gpu, share).processes == 1);
+    let inventory = daemon.until("a client in each", |seen| one_each(&seen.gpus[0])).await;
+    let instance = instance_at(&inventory.gpus[0], PLACE);
+    assert!(instance.processes.is_empty() && instance.mps.there, "{instance:?}");
+    assert_eq!(instance.mps.clients.len(), 3);
+    eventually("the memory used is told", || {
+        let words = ["kerf_share_memory_used_bytes", "placement=\"4:4\"", &all[1].id];
+        sample(&daemon, &words).is_some_and(|used| (9 * GIB..10 * GIB).contains(&(used as u64)))
+    })
+    .await;
+    // The other instance is nobody's but its claim's, and no matter of MPS.
+    let mut other = shared.program_on(&carrier, None, &["--allocate", "30Gi", "--seconds", "0"]);
+    assert_eq!(other.env("CUDA_VISIBLE_DEVICES", &mig_of_four).output().unwrap().status.code(), Some(0));
+
+    // The daemon is killed; nobody notices.
+    drop(daemon);
+    assert_eq!(run(three[0], "11Gi").0, Some(4));
+    let mut daemon = shared.start();
+    daemon.apply(1, &[managed(&gpu)], &wanted);
+    all_in_force(&daemon, &three).await;
+    for share in three {
+        prepare_on(&daemon, place.clone(), share, &share.id).await.unwrap();
+    }
+    assert!(programs.iter_mut().all(|program| program.0.try_wait().unwrap().is_none()));
+    assert_eq!(shared.servers.made(), 1);
+
+    // No compute mode keeps a process out that avoids MPS: it gets all of the instance until the daemon sees it.
+    let mut past = shared.program_on(&carrier, None, &["--allocate", "1Gi"]);
+    past.env("CUDA_VISIBLE_DEVICES", &mig);
+    let mut past = Guard(in_cgroup(&shared.cgroups.pod(&all[1].id), &past).spawn().unwrap());
+    let note = daemon.note("the end of who was past MPS", |note| note.message.contains("past MPS")).await;
+    assert!(note.message.contains(&past.0.id().to_string()), "{}", note.message);
+    eventually("it has ended", || past.0.try_wait().unwrap().is_some()).await;
+    // Nor does the driver count a pod's processes together: the daemon does.
+    let more = shared.program_on(&carrier, Some(three[0]), &["--allocate", "8Gi"]);
+    let more = Guard(in_cgroup(&shared.cgroups.pod(&all[0].id), &more).spawn().unwrap());
+    let note = daemon.note("the end of the largest", |note| note.reason == "ShareExceeded").await;
+    assert!(note.message.contains(&programs[0].0.id().to_string()), "{}", note.message);
+    eventually("the largest has ended", || programs[0].0.try_wait().unwrap().is_some()).await;
+    assert!(programs[1..].iter_mut().all(|program| program.0.try_wait().unwrap().is_none()));
+
+    // Nobody wants them any more: what is used stays, and then nothing is left of what carried them.
+    let gone = crate::node::claim(&gpu, "1g.10gb", 4, 1);
+    daemon.apply(2, &[managed(&gpu)], &[four.clone(), gone.clone()]);
+    let report = daemon.report(&gpu.uuid, "a problem", |report| report.problem.is_some()).await;
+    assert_eq!(report.problem.unwrap().reason, problem_reason::IN_USE);
+    assert!(programs[1].0.try_wait().unwrap().is_none() && shared.servers.made() == 1);
+    drop((programs, more));
+    for share in three {
+        daemon.state.prepared.remove(&share.id);
+    }
+    daemon.settled(2, &[four, gone]).await;
+    assert_eq!(shared.node.layout(), ["0 1g.10gb@4", "0 4g.40gb@0"]);
+    assert!(shared.servers.running.lock().is_empty());
+    assert!(daemon.state.latest().unwrap().gpus[0].shares.is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_instance_with_shares_is_found_again_after_a_boot_under_another_uuid() {
+    for branch in [580, 615] {
+        let shared = Shared::new(branch);
+        let daemon = shared.start();
+        let gpu = daemon.inventory().await.gpus[0].clone();
+        let (a, b) = (share(1, 10, 10), share(2, 10, 10));
+        let wanted = [of_instance(&gpu, &a), of_instance(&gpu, &b)];
+        daemon.apply(1, &[managed(&gpu)], &wanted);
+        let before = uuid_at(&all_in_force(&daemon, &[&a, &b]).await, PLACE);
+        drop(daemon);
+        let place = DeviceKey::instance(&gpu.uuid, PLACE);
+        shared.node.sim.reboot().unwrap();
+        shared.node.sim.run_kernel().unwrap();
+        // kubelet starts the containers of the pods that it knows.
+        shared.servers.crash(&place);
+        let daemon = shared.start();
+        daemon.inventory().await;
+        shared.cgroups.pod(&a.id);
+        prepare_on(&daemon, place, &a, &a.id).await.unwrap();
+        daemon.apply(1, &[managed(&gpu)], &wanted);
+        let seen = all_in_force(&daemon, &[&a, &b]).await;
+        assert_ne!(uuid_at(&seen, PLACE), before);
+        assert_eq!(shared.servers.made(), 2, "of the instance that is there");
+        let carrier = format!("{}-4-4", gpu.name);
+        let run = |size| shared.run_on(&carrier, Some(&a), &["--allocate", size, "--seconds", "0"]).0;
+        assert_eq!((run("9Gi"), run("11Gi")), (Some(0), Some(4)), "{branch}");
+        daemon.state.prepared.remove(&a.id);
+        let off = DesiredGpu { mig: DesiredMig::Disabled, ..managed(&gpu) };
+        daemon.apply(2, &[off], &[]);
+        daemon.until("MIG is off", |seen| !seen.gpus[0].mig.enabled).await;
+        assert!(shared.servers.running.lock().is_empty());
+    }
 }
 
 /// The value of the one series with these words in it.

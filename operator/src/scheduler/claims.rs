@@ -257,27 +257,48 @@ pub fn given(allocation: &AllocationResult) -> BTreeSet<Given> {
 }
 
 /// What the allocation of a placement must say.
-pub fn expected(node: &GpuNode, devices: &[Partition]) -> Option<BTreeSet<Given>> {
-    devices
-        .iter()
-        .map(|partition| match &partition.owner {
-            Owner::Claim(owner) => Some((
-                owner.request.clone(),
-                device_of(node, partition)?,
-                partition.share.as_ref().map(|share| share.id.clone()),
-            )),
-            Owner::Policy(_) | Owner::Reservation(_) => None,
-        })
-        .collect()
+pub fn expected<'d>(
+    node: &GpuNode,
+    devices: impl IntoIterator<Item = &'d Partition>,
+) -> Option<BTreeSet<Given>> {
+    let owned = |(request, device, share): (&str, String, Option<&str>)| {
+        (request.to_owned(), device, share.map(str::to_owned))
+    };
+    devices.into_iter().map(|partition| expected_of(node, partition).map(owned)).collect()
+}
+
+fn expected_of<'d>(node: &GpuNode, partition: &'d Partition) -> Option<(&'d str, String, Option<&'d str>)> {
+    let Owner::Claim(owner) = &partition.owner else { return None };
+    let share = partition.share.as_ref().map(|share| share.id.as_str());
+    Some((&owner.request, device_of(node, partition)?, share))
+}
+
+/// Whether the allocation says what is expected, as [`given`] and [`expected`] would tell; `None` if the node's report
+/// does not have all of the devices.
+pub fn gives<'d>(
+    allocation: &AllocationResult,
+    node: &GpuNode,
+    devices: impl IntoIterator<Item = &'d Partition>,
+) -> Option<bool> {
+    let expected: Option<Vec<_>> =
+        devices.into_iter().map(|partition| expected_of(node, partition)).collect();
+    let expected = expected?;
+    let is = |result: &DeviceRequestAllocationResult, one: &(&str, String, Option<&str>)| {
+        let (request, device, share) = one;
+        result.request == *request && result.device == *device && result.share_id.as_deref() == *share
+    };
+    let all_given = expected.iter().all(|one| results(allocation).any(|result| is(result, one)));
+    Some(all_given && results(allocation).all(|result| expected.iter().any(|one| is(result, one))))
 }
 
 /// The allocation of a placement. `allocationTimestamp` must be there: kube-scheduler would add it, and cannot.
-pub fn allocate(
+pub fn allocate<'d>(
     claim: &ResourceClaim,
     node: &GpuNode,
-    devices: &[Partition],
+    devices: impl IntoIterator<Item = &'d Partition>,
     now: Timestamp,
 ) -> Option<AllocationResult> {
+    let devices: Vec<&Partition> = devices.into_iter().collect();
     let name = node.name_any();
     let size = |id: &Option<String>| {
         let shares = devices.iter().filter_map(|partition| partition.share.as_ref());
@@ -287,7 +308,7 @@ pub fn allocate(
             (capacity::COMPUTE.to_owned(), milli_quantity(share.compute_milli.into())),
         ]))
     };
-    let results = expected(node, devices)?
+    let results = expected(node, devices.iter().copied())?
         .into_iter()
         .map(|(request, device, share_id)| DeviceRequestAllocationResult {
             tolerations: tolerations(claim, &request),

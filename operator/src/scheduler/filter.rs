@@ -115,7 +115,7 @@ impl<'a> Filter<'a> {
             }
             if let Some(share) = share
                 && self.carriers.iter().any(|pattern| pattern.matches_profile(&profile.name))
-                && admits(device::Device::InstanceShare(geometry, profile))?
+                && admits(device::Device::InstanceShare(geometry, profile, None))?
             {
                 let percent = geometry.percent_of(profile, share.compute_milli);
                 let compute_milli = geometry.compute_of(profile, percent);

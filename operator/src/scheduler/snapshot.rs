@@ -215,7 +215,7 @@ pub(super) fn node(
     match kubernetes {
         Some(node) => Node {
             name: name.to_owned(),
-            labels: node.labels.clone(),
+            labels: Arc::clone(&node.labels),
             taints: node.taints.clone(),
             unschedulable: node.unschedulable,
             ready: node.ready && !node.deleting && follows,
@@ -371,12 +371,17 @@ fn geometries_of<'a>(
 /// The geometries that a node reports, in their order, then what stands for those of its other GPUs that can be shared.
 pub fn reported(status: &GpuNodeStatus) -> Vec<Geometry> {
     let mut all: Vec<Geometry> = status.geometries.iter().map(convert).collect();
-    for observed in &status.gpus {
-        if observed.geometry.is_none() && observed.sharing.is_some() && !all.contains(&uncut(observed)) {
-            all.push(uncut(observed));
+    for uncut in all_uncut(status) {
+        if !all.contains(&uncut) {
+            all.push(uncut);
         }
     }
     all
+}
+
+/// What stands for the geometries of GPUs that cannot be cut and can be shared.
+pub(super) fn all_uncut(status: &GpuNodeStatus) -> impl Iterator<Item = Geometry> {
+    status.gpus.iter().filter(|gpu| gpu.geometry.is_none() && gpu.sharing.is_some()).map(uncut)
 }
 
 /// Whether the node's daemon sees its hardware and follows the spec.

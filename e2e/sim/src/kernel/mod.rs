@@ -27,6 +27,9 @@ use crate::{Error, Model, NvmlError, Store, mps, procs};
 
 const MIB: u64 = 1 << 20;
 
+/// The step whose fault lets limits of cgroups be set and read, and not enforced.
+const LIMITS: &str = "memory-limits";
+
 /// The kernels that run in this process, by driver root.
 static RUNNING: Mutex<BTreeMap<PathBuf, Arc<Kernel>>> = Mutex::new(BTreeMap::new());
 
@@ -231,15 +234,20 @@ impl Kernel {
             return Err(CudaError::Unknown);
         }
         let (total, usable) = memory(gpu, model, device).ok_or(CudaError::InvalidDevice)?;
-        // MIG is not supported: limits do not reach into instances.
-        let none = gpu.mig_current || device.mig.is_some();
+        // MIG is not supported: limits do not reach into instances. And a driver may keep limits without holding to them.
+        let ignored = state.faults.iter().any(|fault| fault.call == LIMITS);
+        let none = gpu.mig_current || device.mig.is_some() || ignored;
         let limits: Vec<&MemoryLimit> =
             state.memory_limits.iter().filter(|limit| !none && limit.gpu == index).collect();
         then(&Surroundings {
             usable,
             total,
             compute_mode: if device.mig.is_some() { 0 } else { gpu.compute_mode },
-            connections: mps::connections(state.driver.branch(), model.compute_capability[0]),
+            connections: mps::connections(
+                state.driver.branch(),
+                model.compute_capability[0],
+                compute_slices(gpu, model, device),
+            ),
             accounting: state.options.memory_accounting,
             limits: &limits,
         })
@@ -330,6 +338,17 @@ fn memory(gpu: &Gpu, model: &Model, device: DeviceId) -> Option<(u64, u64)> {
     instance.compute_instance(ci)?;
     let bytes = model.mig.as_ref()?.profile(instance.profile)?.memory_mib * MIB;
     Some((bytes, bytes))
+}
+
+/// How many compute slices a device has, of how many.
+fn compute_slices(gpu: &Gpu, model: &Model, device: DeviceId) -> (u32, u32) {
+    let of_instance = || {
+        let (gi, ci) = device.mig?;
+        let (instance, mig) = (gpu.instance(gi)?, model.mig.as_ref()?);
+        let profile = instance.compute_instance(ci)?.profile;
+        Some((mig.profile(instance.profile)?.compute_profile(profile)?.slices, mig.compute_slices))
+    };
+    of_instance().unwrap_or((1, 1))
 }
 
 /// Something that no two calls have in common.

@@ -16,13 +16,16 @@ use serde::{Deserialize, Serialize};
 use crate::kernel::protocol::{CudaError, Device, DeviceId};
 
 /// Connections of all clients of a device together. "Clients": 16 before Volta; 48 since; 60 since r590, each with the
-/// default of two connections; fewer clients if they ask for more.
-pub fn connections(driver_branch: u32, capability: i32) -> u32 {
-    2 * match (capability, driver_branch) {
+/// default of two connections; fewer clients if they ask for more. "The maximum number of clients (48) is lowered
+/// proportionally to the Compute Instance size" (MIG User Guide, CUDA Concurrency Mechanisms): `part` of so many compute
+/// slices.
+pub fn connections(driver_branch: u32, capability: i32, part: (u32, u32)) -> u32 {
+    let clients = match (capability, driver_branch) {
         (i32::MIN..7, _) => 16,
         (_, 0..590) => 48,
         _ => 60,
-    }
+    };
+    2 * (clients * part.0 / part.1.max(1)).max(1)
 }
 
 /// The socket in each pipe directory.

@@ -385,12 +385,91 @@ fn a_whole_gpu_waits_until_nothing_is_left_of_what_carried_its_shares() {
     let mut case = good();
     case.claim = claim("u", &[("r", "gpu-11111111")]);
     case.spec = spec(vec![partition("u", "r", None)]);
-    case.inventory.gpus[1].carries = true;
+    case.inventory.gpus[1].mps.there = true;
     let error = case.authorize().unwrap_err();
     assert!(matches!(error, PrepareError::CarriesShares { .. }) && error.may_pass(), "{error}");
-    case.inventory.gpus[1].carries = false;
+    case.inventory.gpus[1].mps.there = false;
     assert_eq!(case.authorize().unwrap().len(), 1);
     let mut beside = shared();
-    beside.inventory.gpus[1].carries = true;
+    beside.inventory.gpus[1].mps.there = true;
     assert!(beside.authorize().is_ok(), "its shares do not wait");
+}
+
+/// A claim with a share of the 1g instance of GPU 0 that is in force.
+fn shared_instance() -> Case {
+    let mut case = shared();
+    let device = format!("{DEVICE_1G}-share");
+    case.result().device = device;
+    let share = case.spec.partitions[0].share.take();
+    case.spec = spec(vec![Partition { share, ..partition("u", "r", Some(("1g.10gb", 4, 1))) }]);
+    let mut in_force = case.inventory.gpus[1].shares.remove(0);
+    in_force.placement = Some(case.instance().placement);
+    case.inventory.gpus[0].shares = vec![in_force];
+    case.instance().mps.there = true;
+    case
+}
+
+#[test]
+fn a_share_of_an_instance_is_handed_out_beside_others_of_it() {
+    let mut case = shared_instance();
+    let key = DeviceKey::instance(GPU0, case.instance().placement);
+    let other = Prepared {
+        claim: reference("other"),
+        pod: None,
+        devices: vec![PreparedDevice {
+            key: key.clone().with_share("other"),
+            ..case.authorize().unwrap().remove(0)
+        }],
+    };
+    case.prepared.insert("other".into(), other);
+    case.instance().mps.clients = vec![Process { pid: 7, ..Process::default() }];
+    let (devices, pod) = case.with_pod().unwrap();
+    assert_eq!((&devices[0].key, devices[0].uuid.as_str()), (&key.clone().with_share(SHARE), "MIG-9"));
+    assert_eq!(pod.unwrap().uid, "pod-u");
+    // Made again by a reboot: the record follows.
+    let record = Prepared { claim: reference("u"), pod: None, devices };
+    case.instance().compute_instances[0].uuid = "MIG-new".into();
+    let confirmed = confirm(&record, NODE, Some(&case.spec), &case.inventory).unwrap();
+    assert_eq!((confirmed[0].uuid.as_str(), confirmed[0].share.is_some()), ("MIG-new", true));
+    case.inventory.gpus[0].shares[0].problem = Some(why("MpsNotReady", "starting"));
+    let error = confirm(&record, NODE, Some(&case.spec), &case.inventory).unwrap_err();
+    assert!(matches!(error, PrepareError::NotInForce { .. }), "{error}");
+}
+
+#[test]
+fn a_share_of_an_instance_is_refused_that_is_not_in_force_there() {
+    type Change = fn(&mut Case);
+    let cases: [(&str, bool, Change); 7] = [
+        ("NotInForce", true, |case| case.inventory.gpus[0].shares.clear()),
+        ("NotInForce", true, |case| case.inventory.gpus[0].shares[0].placement = None),
+        ("NotThere", true, |case| case.inventory.gpus[0].instances.truncate(1)),
+        ("NotThere", true, |case| case.instance().compute_instances.clear()),
+        ("Unhealthy", false, |case| case.instance().unhealthy = Some(why("Xid95", "contained"))),
+        ("OtherDevice", true, |case| case.result().device = DEVICE_1G.into()),
+        ("Held", true, |case| {
+            let all = prepared_claim("other", &inventory());
+            case.prepared.insert("other".into(), all);
+        }),
+    ];
+    for (what, passes, change) in cases {
+        let mut case = shared_instance();
+        change(&mut case);
+        let error = case.authorize().expect_err(what);
+        assert!(format!("{error:?}").starts_with(what), "{error:?} is not {what}");
+        assert_eq!(error.may_pass(), passes, "{error}");
+    }
+}
+
+#[test]
+fn all_of_an_instance_waits_until_nothing_is_left_of_what_carried_its_shares() {
+    let mut case = good();
+    case.instance().mps.there = true;
+    let error = case.authorize().unwrap_err();
+    assert!(matches!(&error, PrepareError::CarriesShares { uuid, .. } if uuid == "MIG-9"), "{error}");
+    assert!(error.may_pass());
+    case.instance().mps.there = false;
+    case.instance().mps.clients = vec![Process { pid: 7, ..Process::default() }];
+    assert!(case.authorize().is_err());
+    case.instance().mps.clients.clear();
+    assert_eq!(case.authorize().unwrap().len(), 1);
 }
