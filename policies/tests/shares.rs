@@ -104,6 +104,42 @@ fn shares_of_an_instance_are_hard_towards_the_outside() {
 }
 
 #[test]
+fn where_both_would_do_a_share_goes_where_the_least_is_lost() {
+    let either = |gib: u64, tens: u64| {
+        let (of_gpu, of_3g) = (of_gpu(gib, tens), of_3g(gib, tens));
+        Want { shares: of_gpu.shares.into_iter().chain(of_3g.shares).collect(), ..of_gpu }
+    };
+    let place = |snapshot: &Snapshot| {
+        let device = &legal(snapshot).placements[0].devices[0];
+        (device.gpu, device.instance.map(|instance| instance.start))
+    };
+    // Nothing is started: a GPU as it is, since MIG mode is off.
+    let mut snapshot = snapshot(2);
+    ask(&mut snapshot, vec![either(10, 1)]);
+    assert_eq!(place(&snapshot).1, None);
+    // In an instance beside a 4g, rather than on the GPU that is whole.
+    let geometry = snapshot.geometries[0].clone();
+    let taken = |name: &str, start: u32| {
+        let number = profile(&geometry, name);
+        let size = geometry.profiles[number].size;
+        Instance { profile: Some(number), start, size, state: InstanceState::Taken, exists: true }
+    };
+    let cut = &mut snapshot.nodes[0].gpus[1];
+    (cut.mig, cut.whole, cut.shared) = (Capability::Now, Capability::AfterSwitch, Capability::AfterSwitch);
+    cut.instances = vec![taken("4g.40gb", 0)];
+    assert_eq!(place(&snapshot), (1, Some(4)));
+    // Where other shares are, before an instance is made for it.
+    snapshot.nodes[0].gpus[0].shares = vec![TakenShare { instance: None, portion: portion(10, 1) }];
+    assert_eq!(place(&snapshot), (0, None));
+    // And of several carriers with shares to the one where less is lost.
+    snapshot.nodes[0].gpus[1].instances.push(taken("3g.40gb", 4));
+    let three = profile(&geometry, "3g.40gb");
+    snapshot.nodes[0].gpus[1].shares =
+        vec![TakenShare { instance: Some((three, 4)), portion: portion(10, 1) }];
+    assert_eq!(place(&snapshot), (1, Some(4)));
+}
+
+#[test]
 fn a_share_for_which_no_carrier_is_large_enough_is_refused_for_good() {
     let mut snapshot = snapshot(2);
     ask(&mut snapshot, vec![of_gpu(81, 1)]);

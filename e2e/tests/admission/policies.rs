@@ -101,6 +101,20 @@ fn what_the_schema_forbids() {
             &["spec.reshape.restartableClients[0].namespace", "Required value"],
         ),
         (
+            json!({ "shares": { "instances": ["^3g"], "isolation": "Process" } }),
+            &["shares.instances: a pattern has letters"],
+        ),
+        (
+            json!({ "shares": { "instances": [""], "isolation": "Process" } }),
+            &["spec.shares.instances[0]", "at least 1 chars"],
+        ),
+        // Driver, as isolation is left out.
+        (json!({ "shares": { "instances": ["3g.*"] } }), &["shares.instances", "isolation: Process"]),
+        (
+            json!({ "shares": { "gpus": "Allow", "instances": ["3g.*"], "isolation": "Driver" } }),
+            &["shares.instances", "isolation: Process"],
+        ),
+        (
             json!({ "health": { "taintEffect": "Evict" } }),
             &["spec.health.taintEffect", "\"NoSchedule\", \"NoExecute\""],
         ),
@@ -174,6 +188,14 @@ fn what_only_kerf_can_know() {
             &["spec.mig.layout[0].profile", "not among spec.mig.allowedProfiles (1g.*)"],
         ),
         (
+            json!({ "mig": { "mode": "Off" }, "shares": { "instances": ["3g.*"], "isolation": "Process" } }),
+            &[
+                "spec.shares.instances",
+                "with mig.mode Off there are no instances",
+                "take mode Dynamic or Static",
+            ],
+        ),
+        (
             on_a100(json!([{ "profile": "1g.10gb", "count": 8 }])),
             &["spec.mig.layout", "impossible on NVIDIA A100-SXM4-80GB"],
         ),
@@ -209,6 +231,13 @@ fn what_only_kerf_can_know() {
         let good =
             on_a100(json!([{ "profile": "3g.40gb", "start": 4 }, { "profile": "1g.10gb", "count": 4 }]));
         kubectl(kerf, &["create", "--dry-run=server"], &policy("good", good)).await?;
+        // What may still come true is let through, with a warning.
+        let shares = |allowed: &[&str], pattern: &str| {
+            let mig = json!({ "allowedProfiles": allowed });
+            json!({ "mig": mig, "shares": { "instances": [pattern], "isolation": "Process" } })
+        };
+        kubectl(kerf, &["create", "--dry-run=server"], &policy("good", shares(&["3g.40gb"], "3g.*"))).await?;
+        kubectl(kerf, &["create", "--dry-run=server"], &policy("none", shares(&["1g.*"], "3g.*"))).await?;
         Ok(())
     });
 }

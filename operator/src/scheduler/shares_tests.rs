@@ -410,6 +410,9 @@ fn a_share_of_an_instance_is_ready_where_it_is_wanted_and_its_instance_is_there(
     let board = snapshot::take(&world, &Views::of(&world), |_| true);
     let gpu = &board.snapshot.nodes[0].gpus[0];
     assert_eq!((gpu.instances.len(), gpu.shares.len()), (1, 3), "{gpu:?}");
+    // Of its server, which takes as many of the 60 clients as the instance has of the compute slices.
+    let room: Vec<_> = gpu.share_room.values().map(|room| (room.memory_bytes >> 30, room.clients)).collect();
+    assert_eq!(room, [(31, 25)]);
     let ready = |world: &World| {
         let keys = placements::all(world);
         let seen = keys.iter().map(|key| placements::look(world, &Memory::default(), key).observed);

@@ -296,22 +296,26 @@ fn share_room(
     let reserve =
         quantity::milli(&shares.memory_reserve).and_then(|milli| u64::try_from(milli.max(0) / 1000).ok());
     let (Some(sharing), Some(reserve)) = (&observed.sharing, reserve) else { return BTreeMap::new() };
-    let room = |memory_bytes: u64, compute_milli| Portion {
+    let room = |memory_bytes: u64, compute_milli, max_clients| Portion {
         memory_bytes: memory_bytes.saturating_sub(reserve),
         compute_milli,
-        clients: shares.max_per_gpu.min(sharing.max_clients),
+        clients: shares.max_per_gpu.min(max_clients),
     };
     let itself = shares.gpus == SharesMode::Allow && sharing.isolation >= shares.isolation;
-    let itself =
-        itself.then(|| (None, room(observed.memory_bytes, u64::from(shares.compute_percent) * 1000)));
+    let itself = itself.then(|| {
+        (None, room(observed.memory_bytes, u64::from(shares.compute_percent) * 1000, sharing.max_clients))
+    });
     let cut = cut.filter(|_| shares.isolation == Isolation::Process);
     let profiles = cut.into_iter().flat_map(|geometry| geometry.profiles.iter().enumerate());
+    // Of the GPU's compute slices: its largest instance has all of them.
+    let slices = profiles.clone().map(|(_, profile)| profile.compute_slices).max().unwrap_or_default();
     let carries = |name: &str| shares.instances.iter().any(|pattern| pattern.matches_profile(name));
     let instances = profiles
         .filter(|(index, profile)| allowed.contains(index) && carries(&profile.name))
         .filter_map(|(index, profile)| {
             let compute = cut?.compute_of(profile, shares.compute_percent.into());
-            Some((Some(index), room(profile.memory_bytes, compute)))
+            let clients = (sharing.max_clients * profile.compute_slices).checked_div(slices)?;
+            Some((Some(index), room(profile.memory_bytes, compute, clients)))
         });
     itself.into_iter().chain(instances).collect()
 }

@@ -2,7 +2,7 @@ use std::path::PathBuf;
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use kerf_crds::gpu_node::{ClaimOwner, Instance, Owner, Partition};
+use kerf_crds::gpu_node::{ClaimOwner, Gpu, Instance, Owner, Partition, Sharing};
 use kerf_crds::{GpuNode, names};
 use serde_json::{Value, json};
 
@@ -279,6 +279,37 @@ spec:
     );
     let error = run_with("kind: Deployment\nmetadata: { name: d }").unwrap_err();
     assert!(error.contains("Deployment d is no Pod"), "{error}");
+}
+
+#[test]
+fn a_policy_that_lets_instances_carry_shares_is_tried() {
+    let files = Files::new("carriers");
+    let sharing = Sharing { max_clients: 48, ..Sharing::default() };
+    let mut objects = node("a", vec![Gpu { sharing: Some(sharing), ..gpu("GPU-0", 0) }]);
+    objects.push(json!({
+        "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": { "name": "share.kerf.dev" },
+        "spec": { "selectors": [{ "cel": { "expression": "device.attributes['gpu.kerf.dev'].type == 'share'" } }] },
+    }));
+    let pods: Vec<String> = ["one", "two", "three"]
+        .into_iter()
+        .map(|name| {
+            let limits = json!({ "kerf.dev/gpu-memory": "10Gi", "kerf.dev/gpu-compute": "14" });
+            json!({ "kind": "Pod", "metadata": { "name": name }, "spec": {
+                "containers": [{ "name": "main", "resources": { "limits": limits } }] } })
+            .to_string()
+        })
+        .collect();
+    let shares = json!({ "instances": ["3g.*"], "isolation": "Process" });
+    let (_, text) = run(Command::Try(Try {
+        policies: on(&files, &dump(objects), &[policy("all", json!({ "shares": shares }))]),
+        pods: vec![files.write("pods.yaml", &format!("---\n{}", pods.join("\n---\n")))],
+        add: vec!["1x nvidia.com/mig-4g.40gb".into()],
+    }))
+    .unwrap();
+    assert!(text.contains("4 get a place, 0 do not"), "{text}");
+    let of_share = "+ a share of 10Gi and 14.142 % of the 3g.40gb at slice 4 is made, for pod default/";
+    assert_eq!(text.matches(of_share).count(), 3, "{text}");
+    assert!(text.contains("+ 4g.40gb at slice 0 is made, for pod default/whatif-1"), "{text}");
 }
 
 #[test]
