@@ -140,6 +140,22 @@ fn where_both_would_do_a_share_goes_where_the_least_is_lost() {
 }
 
 #[test]
+fn of_profiles_that_would_do_the_smallest_is_made() {
+    let mut snapshot = snapshot(1);
+    let geometry = snapshot.geometries[0].clone();
+    let gpu = &mut snapshot.nodes[0].gpus[0];
+    (gpu.mig, gpu.whole, gpu.shared) = (Capability::Now, Capability::AfterSwitch, Capability::No);
+    let names = ["1g.10gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80gb"];
+    let numbers = names.map(|name| profile(&geometry, name));
+    let room = |number: usize| (Some(number), all_of(10 * u64::from(geometry.profiles[number].size)));
+    gpu.share_room = numbers.into_iter().map(room).collect();
+    let shares = numbers.into_iter().map(|number| ((0, Some(number)), portion(15, 1))).collect();
+    ask(&mut snapshot, vec![Want { shares, ..of_gpu(15, 1) }]);
+    let made = legal(&snapshot).placements[0].devices[0].instance.unwrap();
+    assert_eq!(geometry.profiles[made.profile].name, "2g.20gb");
+}
+
+#[test]
 fn a_share_for_which_no_carrier_is_large_enough_is_refused_for_good() {
     let mut snapshot = snapshot(2);
     ask(&mut snapshot, vec![of_gpu(81, 1)]);
