@@ -221,7 +221,12 @@ fn the_job_knows_what_is_not_promised() {
             &[
                 "| to allocate more, by one process | refused | verified: got 8.00 GiB of 8.00 GiB",
                 "| `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` set higher | refused: MPS takes the lower one | verified: got 8.00 GiB",
+                "| the same with an entry for a GPU that it cannot see, which drops every limit of MPS | \
+                 **gets it**, until the daemon sees it | not enforced, as said: got 8.25 GiB of 8.00 GiB |",
                 "| no `CUDA_MPS_PIPE_DIRECTORY` | no GPU | verified: no GPU: ",
+                "| `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100` | no more than its ceiling | verified: a kernel ran on 32 ",
+                "| a second container, an init container | each has a share of its own or the same one | \
+                 not enforced, as said: the other has 4.00 GiB, this one got 8.00 GiB of 4.00 GiB |",
                 "SharesVerified True: GPU-",
             ],
         )?;
