@@ -79,7 +79,7 @@ impl Check<'_> {
     fn attempt(&self, attempt: Try) -> Result<Finding> {
         let limit = self.share.memory;
         let one = self.take(limit + MORE);
-        let higher = format!("0={}M", 2 * limit >> 20);
+        let higher = format!("0={}M", (2 * limit) >> 20);
         Ok(match attempt {
             Try::OneProcess => memory(&self.outcomes(&one, &[], 1)?, limit),
             Try::SeveralProcesses => {
