@@ -51,16 +51,18 @@ pub fn of_node(name: &str, node: Option<&GpuNode>, claims: Option<&Group<Resourc
     }
     // Allocated by Kerf's driver, without a record.
     for claim in claims.into_iter().flat_map(|claims| claims.values()) {
-        let (namespace, claim_name) = (claim.namespace().unwrap_or_default(), claim.name_any());
-        if recorded.contains(&(namespace.as_str(), claim_name.as_str())) {
+        let metadata = &claim.metadata;
+        let namespace = metadata.namespace.as_deref().unwrap_or_default();
+        let claim_name = metadata.name.as_deref().unwrap_or_default();
+        if recorded.contains(&(namespace, claim_name)) {
             continue;
         }
         let mut reserved = claim.status.iter().filter_map(|status| status.reserved_for.as_ref()).flatten();
         let consumer = reserved.find(|consumer| consumer.resource == "pods");
         keys.push(Key {
             node: name.to_owned(),
-            namespace,
-            claim: claim_name,
+            namespace: namespace.to_owned(),
+            claim: claim_name.to_owned(),
             pod: consumer.map(|consumer| consumer.name.clone()).unwrap_or_default(),
             pod_uid: consumer.map(|consumer| consumer.uid.clone()).unwrap_or_default(),
         });
