@@ -464,7 +464,7 @@ fn is_settled(world: &World, now: &Now<'_>, others: &mut Vec<(String, Option<Arc
         for name in
             pod.detail.iter().flat_map(|detail| &detail.claims).filter_map(|claim| claim.claim.as_ref())
         {
-            let key = format!("{}/{name}", pod.namespace);
+            let key = [&pod.namespace, "/", name].concat();
             if now.here.claims.is_some_and(|claims| claims.contains_key(&key)) {
                 continue;
             }
@@ -485,7 +485,7 @@ fn is_settled(world: &World, now: &Now<'_>, others: &mut Vec<(String, Option<Arc
         let its_own = seen.pod.as_ref().is_some_and(|pod| pod.uid == key.pod_uid);
         its_own && next(&seen.observed) == Step::Wait(Waiting::Running) && !tell::still_waits(&seen)
     };
-    placements::of_node(now.name, now.here.node.map(|node| &**node), now.here.claims).iter().all(runs)
+    placements::all_on_node(now.name, now.here.node.map(|node| &**node), now.here.claims, runs)
 }
 
 #[cfg(test)]
