@@ -31,6 +31,8 @@ pub mod node {
     /// True when the NVIDIA Container Toolkit tells which of the driver's files belong into containers. Without it only
     /// images that bring the driver's libraries themselves work.
     pub const CONTAINER_TOOLKIT: &str = "ContainerToolkit";
+    /// Of the job that verifies shares on the hardware, not the daemon's: True when every limit that it could try holds.
+    pub const SHARES_VERIFIED: &str = "SharesVerified";
 }
 
 /// Reasons on a `GpuNode`'s conditions.
@@ -44,6 +46,9 @@ pub mod node_reason {
     pub const TOOLKIT_FOUND: &str = "Found";
     pub const TOOLKIT_NOT_FOUND: &str = "NotFound";
     pub const TOOLKIT_FAILED: &str = "Failed";
+    pub const VERIFIED: &str = "Verified";
+    pub const NOT_ENFORCED: &str = "NotEnforced";
+    pub const NOT_TRIED: &str = "NotTried";
 }
 
 /// Why a GPU is not Kerf's to manage: `status.gpus[].unmanaged.reason`.

@@ -238,7 +238,7 @@ impl PodReference {
 }
 
 /// The daemon's report of the node's GPUs.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeStatus {
     /// The `metadata.generation` of the spec that the rest of the status was made under: what is not ready yet is
@@ -266,8 +266,10 @@ pub struct GpuNodeStatus {
     /// What the GPUs can be cut into, each kind once.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub geometries: Vec<Geometry>,
-    /// `Ready`, `Degraded` and `ContainerToolkit`.
+    /// The daemon's `Ready`, `Degraded` and `ContainerToolkit`; `SharesVerified` of the job that verifies shares on this
+    /// node's hardware, where it has run.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[x_kube(merge_strategy = kube::core::ListMerge::Map(vec!["type".into()]))]
     pub conditions: Vec<Condition>,
 }
 
@@ -545,8 +547,43 @@ impl GpuNodeStatus {
 }
 
 impl Geometry {
+    /// Compute of so many percent of an instance, in thousandths of a percent of the whole GPU's, rounded down.
+    pub fn compute_of(&self, profile: &Profile, percent: u64) -> u64 {
+        let all = u128::from(percent) * 1000 * u128::from(profile.multiprocessors);
+        u64::try_from(all.checked_div(self.multiprocessors.into()).unwrap_or_default()).unwrap_or(u64::MAX)
+    }
+
+    /// How many whole percent of an instance's multiprocessors a share of it needs: MPS takes no fractions, so it is
+    /// rounded up. The opposite of [`Geometry::compute_of`], whose result it takes back to the same number.
+    pub fn percent_of(&self, profile: &Profile, compute_milli: u64) -> u64 {
+        let part = u128::from(compute_milli) * u128::from(self.multiprocessors);
+        let whole = 1000 * u128::from(profile.multiprocessors);
+        if whole == 0 { u64::MAX } else { u64::try_from(part.div_ceil(whole)).unwrap_or(u64::MAX) }
+    }
+
     /// A profile by name, in either spelling.
     pub fn profile(&self, name: &str) -> Option<&Profile> {
         self.profiles.iter().find(|profile| crate::profile::same(&profile.name, name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percents_of_an_instance_and_of_its_gpu_are_taken_to_each_other() {
+        for (part, all) in [(60, 132), (16, 132), (42, 98), (14, 108), (132, 132), (1, 142)] {
+            let geometry = Geometry { multiprocessors: all, ..Geometry::default() };
+            let profile = Profile { multiprocessors: part, ..Profile::default() };
+            for percent in 1..=100 {
+                let milli = geometry.compute_of(&profile, percent);
+                assert_eq!(geometry.percent_of(&profile, milli), percent, "{part} of {all}");
+                assert_eq!(geometry.percent_of(&profile, milli + 1), percent + 1, "rounded up");
+            }
+        }
+        let nothing = Geometry::default();
+        assert_eq!(nothing.percent_of(&Profile::default(), 1), u64::MAX);
+        assert_eq!(nothing.compute_of(&Profile::default(), 100), 0);
     }
 }

@@ -77,6 +77,8 @@ pub const ISOLATION: &str = "kerf.dev/isolation";
 pub const OPERATOR: &str = "kerf-operator";
 /// See [`OPERATOR`].
 pub const NODE_DAEMON: &str = "kerf-node-daemon";
+/// See [`OPERATOR`]: the job that verifies shares.
+pub const HARDWARE: &str = "kerf-hardware";
 
 /// PodTemplate in Kerf's namespace that the pods of MPS servers are made from.
 pub const MPS_SERVER: &str = "mps-server";

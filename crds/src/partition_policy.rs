@@ -203,31 +203,45 @@ pub struct WarmInstances {
     pub count: u32,
 }
 
-/// Shares: parts of GPUs, of any size, that several pods have at the same time under MPS. Which limits hold against what
-/// is said in docs/isolation.md.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+/// Shares: parts of GPUs or of MIG instances, of any size, that several pods have at the same time under MPS. Which limits
+/// hold against what is said in docs/isolation.md.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, KubeSchema)]
 #[serde(rename_all = "camelCase")]
+#[x_kube(
+    validation = ("!has(self.instances) || size(self.instances) == 0 || self.isolation == 'Process'",
+        "shares.instances: the shares of a MIG instance are kept from each other by MPS alone; allow that with 'isolation: Process'")
+)]
 pub struct SharesPolicy {
     /// Whether the matched GPUs may carry shares while they are not cut into instances.
     #[serde(default)]
     pub gpus: SharesMode,
+
+    /// Profiles whose instances may carry shares, as patterns over NVML's names (`3g.*`), where `mig` allows them: the
+    /// hardware keeps an instance from others, and MPS its shares from each other. Empty: none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32))]
+    #[x_kube(
+        validation = ("self.all(p, p.matches('^[A-Za-z0-9.+*?-]+$'))",
+            "shares.instances: a pattern has letters, digits, '.', '+', '-', and '*' or '?' as wildcards, e.g. '3g.*'")
+    )]
+    pub instances: Vec<Pattern>,
 
     /// The weakest isolation that is handed out on these GPUs. `Driver`: only where the GPU's driver enforces the limit on
     /// memory. `Process`: also where MPS alone does, which a process can get around.
     #[serde(default = "default_isolation")]
     pub isolation: Isolation,
 
-    /// Most shares on one GPU. MPS itself allows 48 or 60 clients.
+    /// Most shares on one GPU or instance. MPS itself allows 48 or 60 clients.
     #[serde(default = "default_max_shares")]
     #[schemars(range(min = 1, max = 60))]
     pub max_per_gpu: u32,
 
-    /// Memory of each GPU that is not shared out, in bytes or as a quantity (`2Gi`): MPS itself and each client's context
+    /// Memory of each GPU or instance that is not shared out, in bytes or as a quantity (`2Gi`): MPS itself and each client's context
     /// need some.
     #[serde(default = "default_memory_reserve")]
     pub memory_reserve: Quantity,
 
-    /// How much compute the shares of one GPU may have together, in percent of it. Above 100 they get in each other's
+    /// How much compute the shares of one GPU or instance may have together, in percent of it. Above 100 they get in each other's
     /// way when all are busy.
     #[serde(default = "default_compute_percent")]
     #[schemars(range(min = 100, max = 1000))]
@@ -262,6 +276,7 @@ impl Default for SharesPolicy {
     fn default() -> Self {
         Self {
             gpus: SharesMode::default(),
+            instances: Vec::new(),
             isolation: default_isolation(),
             max_per_gpu: default_max_shares(),
             memory_reserve: default_memory_reserve(),

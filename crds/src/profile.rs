@@ -18,7 +18,8 @@ pub fn resource_name(profile: &str) -> String {
 
 /// Whether two spellings mean the same profile.
 pub fn same(a: &str, b: &str) -> bool {
-    a == b || resource_suffix(a) == resource_suffix(b)
+    let spelt = |byte: u8| if byte == b'+' { b'.' } else { byte };
+    a.len() == b.len() && a.bytes().map(spelt).eq(b.bytes().map(spelt))
 }
 
 #[cfg(test)]

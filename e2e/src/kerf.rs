@@ -151,8 +151,10 @@ impl Kerf {
 
     async fn load_images(&self) -> Result<()> {
         let busybox = self.cluster.toolchain().busybox.clone();
-        let images: [(&str, &[&str]); 2] =
-            [(DAEMON_IMAGE, &["kerf-node-daemon"]), (JOB, &["kerf-sim-job", "kerf-sim-cuda"])];
+        let images: [(&str, &[&str]); 2] = [
+            (DAEMON_IMAGE, &["kerf-node-daemon", "kerf-cdi-hook"]),
+            (JOB, &["kerf-sim-job", "kerf-sim-cuda"]),
+        ];
         for (reference, programs) in images {
             let programs = programs.iter().map(|program| built(program)).collect::<Result<Vec<_>>>()?;
             let programs: Vec<&Path> = programs.iter().map(PathBuf::as_path).collect();

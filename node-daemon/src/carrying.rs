@@ -23,6 +23,8 @@ pub struct Carrying {
     taken: Option<Step>,
     /// The server's pod whose control daemon hangs, by its UID, and at how many looks in a row.
     hangs: Option<(String, u32)>,
+    /// The server's pod, by its UID, and how often the driver had gone when it was first seen.
+    since: Option<(String, u64)>,
     /// When a server's pod may be replaced again: one that never becomes well is not replaced all the time.
     replaced: Option<(Backoff, Instant)>,
     /// When one was replaced that hung.
@@ -43,9 +45,10 @@ pub struct Review {
 }
 
 impl Carrying {
-    /// Counts how often what serves the carrier gave no answer; see [`View::count_hangs`].
-    pub fn count_hangs(&mut self, view: &mut View) {
+    /// Notes on a look what only several of them show: see [`View::count_hangs`] and [`View::follow_driver`].
+    pub fn follow(&mut self, view: &mut View, departures: u64) {
         self.hangs = view.count_hangs(self.hangs.take());
+        self.since = view.follow_driver(self.since.take(), departures);
     }
 
     /// It could not be looked at: what hangs is counted anew.

@@ -33,6 +33,22 @@ pub fn of_pod(root: &Path, uid: &str) -> Option<PathBuf> {
     })
 }
 
+/// The cgroup of a process at or below another one.
+pub fn of_process(top: &Path, pid: u32) -> Option<PathBuf> {
+    let has_it = |folder: &PathBuf| {
+        let processes = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
+        processes.lines().any(|line| line.parse() == Ok(pid))
+    };
+    let mut level = vec![top.to_owned()];
+    while !level.is_empty() {
+        if let Some(found) = level.iter().find(|folder| has_it(folder)) {
+            return Some(found.clone());
+        }
+        level = level.iter().flat_map(|folder| folders(folder)).collect();
+    }
+    None
+}
+
 /// Nearest first.
 fn parents(root: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();

@@ -40,6 +40,10 @@ pub struct Config {
     #[arg(long, env = "STATE_DIR", default_value = "/var/lib/kerf")]
     pub state_dir: PathBuf,
 
+    /// The same directory as the host sees it: containers' hooks lie there. Default: the same path.
+    #[arg(long, env = "HOST_STATE_DIR")]
+    pub host_state_dir: Option<PathBuf>,
+
     /// Where CDI specs are written for the container runtime.
     #[arg(long, env = "CDI_DIR", default_value = "/var/run/cdi")]
     pub cdi_dir: PathBuf,
@@ -102,6 +106,11 @@ impl Config {
     /// See [`Config::dev_root`].
     pub fn dev_root(&self) -> &std::path::Path {
         self.dev_root.as_deref().unwrap_or(&self.driver_root)
+    }
+
+    /// See [`Config::host_state_dir`].
+    pub fn host_state_dir(&self) -> &std::path::Path {
+        self.host_state_dir.as_deref().unwrap_or(&self.state_dir)
     }
 
     /// See [`Config::host_mps_dir`].

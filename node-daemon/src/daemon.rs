@@ -19,6 +19,7 @@ use crate::mps::Mps;
 use crate::node::NodeState;
 use crate::ours::{self, Ours};
 use crate::pace::Pace;
+use crate::plugin::hook::HookPaths;
 use crate::plugin::{Plugin, PodLimits};
 use crate::supervise::supervise;
 use crate::worker::Context;
@@ -87,6 +88,15 @@ pub async fn run(config: Config) -> anyhow::Result<()> {
         }
     });
     let limits = PodLimits::new(context.driver.clone(), &config.cgroup_root);
+    let hook = HookPaths::new(&config.state_dir);
+    hook.install()?;
+    part!("containers' hooks", {
+        let (hook, state, limits) = (hook.clone(), state.clone(), limits.clone());
+        move || {
+            let (hook, state, limits) = (hook.clone(), state.clone(), limits.clone());
+            async move { Ok(plugin::hook::serve(&hook, state, limits).await?) }
+        }
+    });
     if !config.metrics_address.is_empty() {
         part!("metrics", {
             let (config, state) = (config.clone(), state.clone());

@@ -32,6 +32,7 @@ pub struct View {
     mps: Seen,
     before: Option<ComputeMode>,
     hangs: u32,
+    outlived: bool,
 }
 
 impl View {
@@ -49,6 +50,15 @@ impl View {
         Some((pod.uid.clone(), self.hangs))
     }
 
+    /// Notes whether the driver was seen to go while the pod was there. `before`: the UID of the last look's pod, and how
+    /// often the driver had gone when that pod was first seen.
+    pub fn follow_driver(&mut self, before: Option<(String, u64)>, departures: u64) -> Option<(String, u64)> {
+        let uid = &self.pod.as_ref()?.uid;
+        let since = before.filter(|(known, _)| known == uid).map_or(departures, |(_, since)| since);
+        self.outlived = departures > since;
+        Some((uid.clone(), since))
+    }
+
     pub fn observed<'a>(&'a self, carrier: Carrier<'a>, prepared: &'a PreparedClaims) -> Observed<'a> {
         Observed {
             carrier,
@@ -59,6 +69,7 @@ impl View {
             mps: &self.mps,
             before: self.before,
             hangs: self.hangs,
+            outlived: self.outlived,
         }
     }
 }
@@ -93,7 +104,7 @@ pub async fn look(
                 _ => Seen::default(),
             };
             let config = read(&context.mps.paths.of(&name).config());
-            (placement, View { protocol, pod, config, mps, before: None, hangs: 0 })
+            (placement, View { protocol, pod, config, mps, before: None, hangs: 0, outlived: false })
         }
     });
     // All at once: one that hangs does not keep the others waiting longer than itself.

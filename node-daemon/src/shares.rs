@@ -6,7 +6,8 @@
 //! decided by itself; instances are made and destroyed by [`crate::step`], which leaves alone those that carry something.
 //!
 //! Invariants, whatever is wanted (property tests in [`tests`]):
-//! - what a claim is prepared for, or a client is in, is never taken down, unless it has ended or hangs;
+//! - what a claim is prepared for, or a client is in, is never taken down, unless it has ended, hangs, or has outlived the
+//!   driver that it was made for;
 //! - no server begins before its GPU is in EXCLUSIVE_PROCESS, and the mode goes back only when no server is left; inside
 //!   instances there is no such mode, and it is left alone;
 //! - no server begins before its instance is there, none outlives it, and it is of the instance that is there now;
@@ -52,6 +53,8 @@ pub struct Observed<'a> {
     pub before: Option<ComputeMode>,
     /// Looks in a row, this one among them, at which the control daemon gave no answer in time.
     pub hangs: u32,
+    /// The pod was there when the driver was seen to go: whoever is in its server came after the next driver did.
+    pub outlived: bool,
 }
 
 impl Observed<'_> {
@@ -101,7 +104,7 @@ pub enum Step {
         device: String,
     },
     DeletePod(ServerPod),
-    /// It serves nobody, or hangs, whatever is prepared: the pod of another form that comes instead is what prepared claims wait for.
+    /// It serves nobody, hangs, or has outlived its driver, whatever is prepared: the pod of another form that comes instead is what prepared claims wait for.
     ReplacePod(ServerPod),
     CreateServer {
         device: String,
@@ -594,9 +597,12 @@ fn build_up(observed: &Observed<'_>, present: Present<'_>, carried: &[(WantedSha
     if pod.form != form.to_string() || pod.device != device {
         let what =
             format!("the MPS server is for {} of {}, not for {form} of {device}", pod.form, pod.device);
+        // Containers that start again at once may find the old server before the new driver has been seen. They could stay
+        // for good, with limits that nobody can change; they have only begun.
+        let of_another_driver = observed.outlived && !pod.speaks(observed.protocol);
         return match used_by(observed, &served_by(observed, present, pod), &what) {
-            Some(why) => Way::blocked(why),
-            None => Way::step(Step::ReplacePod(pod.clone())),
+            Some(why) if !of_another_driver => Way::blocked(why),
+            _ => Way::step(Step::ReplacePod(pod.clone())),
         };
     }
     match &observed.mps.server {

@@ -9,7 +9,7 @@ use kerf_crds::conditions::{node as condition, node_reason};
 use kerf_crds::gpu_node::{self as api, Geometry, GpuNodeStatus, Reason};
 use kerf_crds::{GpuNode, names};
 use kube::api::{Patch, PatchParams};
-use kube::{Api, Client};
+use kube::{Api, Client, Resource as _};
 use serde_json::json;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -378,17 +378,18 @@ async fn current_conditions(nodes: &Api<GpuNode>, name: &str) -> Vec<Condition> 
     }
 }
 
+/// Server-side apply: what the daemon wrote before and no longer says goes, what others wrote stays, as the conditions of
+/// the job that verifies shares.
 async fn patch(nodes: &Api<GpuNode>, name: &str, status: &GpuNodeStatus) -> Result<(), kube::Error> {
-    let mut status = json!(status);
-    // A merge patch leaves alone what it does not mention, and an empty list is not mentioned.
-    if let Some(fields) = status.as_object_mut() {
-        for field in ["observedGeneration", "gpus", "geometries", "conditions"] {
-            fields.entry(field).or_insert(serde_json::Value::Null);
-        }
-    }
-    let params = PatchParams { field_manager: Some(names::NODE_DAEMON.into()), ..PatchParams::default() };
-    let patch = Patch::Merge(json!({ "status": status }));
-    within(LIMIT, nodes.patch_status(name, &params, &patch)).await.map(drop)
+    let params = PatchParams::apply(names::NODE_DAEMON).force();
+    within(LIMIT, nodes.patch_status(name, &params, &Patch::Apply(applied(name, status)))).await.map(drop)
+}
+
+fn applied(name: &str, status: &GpuNodeStatus) -> serde_json::Value {
+    json!({
+        "apiVersion": GpuNode::api_version(&()), "kind": GpuNode::kind(&()),
+        "metadata": { "name": name }, "status": status,
+    })
 }
 
 #[cfg(test)]

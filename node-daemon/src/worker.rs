@@ -186,7 +186,8 @@ impl Worker {
                 return Some(self.not_seen(spec.as_deref(), failure));
             }
         };
-        self.unseen = None;
+        // A GPU that can be read again may have another driver, whose files containers need.
+        self.context.state.request_scan_if(self.unseen.take().is_some());
         if let Err(error) = self.context.ours.judge(&mut gpu) {
             tracing::warn!(gpu = %gpu.uuid, %error, "the checkpoint of instances cannot be written");
         }
@@ -280,11 +281,12 @@ impl Worker {
     /// What is due on each carrier.
     fn carried(&mut self, gpu: &Gpu, views: Views, concern: &Concern) -> Vec<Carried> {
         let prepared = self.context.state.prepared.snapshot();
+        let departures = self.context.driver.departures();
         self.carrying.retain(|placement, _| views.contains_key(placement));
         let due = |(placement, mut view): (Option<Placement>, View)| {
             let carrier = Carrier { gpu, placement };
             let known = self.carrying.entry(placement).or_default();
-            known.count_hangs(&mut view);
+            known.follow(&mut view, departures);
             let mut due = shares::due(concern.desired(), view.observed(carrier, &prepared));
             let review = known.review(&carrier.to_string(), &view, &mut due);
             Carried { placement, view, due, review }

@@ -1,7 +1,8 @@
 //! What a cycle costs: `cargo run --release -p kerf-operator --example cycle_cost [nodes…]`.
 //!
 //! Nodes of eight GPUs, two bound pods with a partition on each of them, ten other pods on each node, and twenty pods that
-//! wait. *anew*: a cycle that knows nothing of an earlier one. *changed*: one node's report has changed since the last; *no
+//! wait. *snapshot*: all that is worked out of nodes, and the planner's view of the cluster, with nothing kept of an earlier
+//! one. *anew*: a cycle that knows nothing of an earlier one. *changed*: one node's report has changed since the last; *no
 //! room*: there is none for those who wait, which is proven anew each time; *room*: there is. *the rest*: what policies say of
 //! themselves, classes and clients, which take a twentieth of the time at most.
 
@@ -22,6 +23,8 @@ use kerf_operator::scheduler::claims;
 use kerf_operator::scheduler::cycle::decide;
 use kerf_operator::scheduler::memory::Memory;
 use kerf_operator::scheduler::selectors::Selectors;
+use kerf_operator::scheduler::snapshot;
+use kerf_operator::scheduler::views::Views;
 use serde_json::json;
 
 const GPUS: usize = 8;
@@ -235,6 +238,17 @@ fn median(mut of: Vec<Duration>) -> f64 {
     of[of.len() / 2].as_secs_f64() * 1e3
 }
 
+/// The snapshot made from nothing: how long it takes, and what it keeps.
+fn snapshot_anew(world: &World) -> (Duration, usize) {
+    let before = allocated();
+    let now = Instant::now();
+    let views = Views::of(world);
+    let board = snapshot::take(world, &views, |_| false);
+    let made = (now.elapsed(), allocated() - before);
+    drop((views, board));
+    made
+}
+
 /// One cycle: deciding, and the rest.
 fn cycle(world: &World, memory: &Memory, selectors: &Selectors, rounds: &clients::Rounds) -> [Duration; 2] {
     let now = Instant::now();
@@ -251,11 +265,13 @@ fn cycle(world: &World, memory: &Memory, selectors: &Selectors, rounds: &clients
 fn main() {
     let sizes: Vec<usize> = std::env::args().skip(1).filter_map(|size| size.parse().ok()).collect();
     let sizes = if sizes.is_empty() { vec![500, 2000, 10_000] } else { sizes };
-    println!("Milliseconds; the median of 3 cycles anew, of 30 others.");
     println!(
-        "| nodes | anew, no room | changed, no room | changed, room | the rest | world, MiB | kept by cycles, bytes a GPU |"
+        "Milliseconds; the median of 3 snapshots and cycles anew, of 30 other cycles. Kept: bytes a GPU."
     );
-    println!("|---|---|---|---|---|---|---|");
+    println!(
+        "| nodes | snapshot | anew, no room | changed, no room | changed, room | the rest | world, MiB | kept by the snapshot | kept by cycles |"
+    );
+    println!("|---|---|---|---|---|---|---|---|---|");
     for nodes in sizes {
         let (selectors, rounds) = (Selectors::default(), clients::Rounds::default());
         let empty = allocated();
@@ -275,6 +291,7 @@ fn main() {
         };
         wait(&mut world, "7g.80gb", 1);
         let of_world = allocated() - empty;
+        let snapshots: Vec<_> = (0..3).map(|_| snapshot_anew(&world)).collect();
         let anew: Vec<_> = (0..3).map(|_| cycle(&world, &Memory::default(), &selectors, &rounds)).collect();
         let memory = Memory::default();
         cycle(&world, &memory, &selectors, &rounds);
@@ -297,12 +314,14 @@ fn main() {
         let room = after_changes(&mut world);
         let all = |of: &[[Duration; 2]], which: usize| median(of.iter().map(|both| both[which]).collect());
         println!(
-            "| {nodes} | {:.0} | {:.1} | {:.1} | {:.1} | {} | {} |",
+            "| {nodes} | {:.0} | {:.0} | {:.1} | {:.1} | {:.1} | {} | {} | {} |",
+            median(snapshots.iter().map(|(took, _)| *took).collect()),
             all(&anew, 0),
             all(&no_room, 0),
             all(&room, 0),
             all(&no_room, 1),
             of_world >> 20,
+            snapshots[0].1 / (nodes * GPUS),
             kept / (nodes * GPUS)
         );
     }

@@ -1,6 +1,7 @@
 //! What the flight recorder costs at 500 nodes of eight GPUs:
 //! `cargo run --release -p kerf-operator --example recorder_cost`.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use kerf_operator::recorder::{Planned, Recorder};
@@ -64,7 +65,7 @@ fn node(number: usize) -> Node {
     let free = [("cpu", 64_000), ("memory", 256 << 40), ("pods", 90_000), ("ephemeral-storage", 1 << 50)];
     Node {
         name: format!("gpu-node-{number:04}.cluster.example"),
-        labels: labels.collect(),
+        labels: labels.collect::<BTreeMap<_, _>>().into(),
         ready: true,
         free_milli: free.map(|(name, milli)| (name.into(), milli - number as i128)).into(),
         gpus: (0..GPUS).map(gpu).collect(),

@@ -108,7 +108,7 @@ mod tests {
 
     fn node() -> Node {
         let labels = [("zone", "a"), ("cores", "64")].map(|(k, v)| (k.to_owned(), v.to_owned()));
-        Node { name: "n1".into(), labels: labels.into(), ready: true, ..Node::default() }
+        Node { name: "n1".into(), labels: BTreeMap::from(labels).into(), ready: true, ..Node::default() }
     }
 
     fn needs(key: &str, operator: Operator, values: &[&str]) -> PodNeeds {

@@ -184,7 +184,7 @@ pub enum Device {
 impl Device {
     /// The device of a plan.
     pub fn of(placed: &PlacedDevice) -> Self {
-        let instance = placed.instance.map(|instance| (instance.profile, instance.start));
+        let instance = placed.carrier();
         match (placed.share, instance) {
             (Some(portion), carrier) => Self::Share { carrier, portion },
             (None, Some((profile, start))) => Self::Instance { profile, start },

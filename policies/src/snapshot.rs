@@ -5,6 +5,7 @@
 //! known is an error, as what it says would be left out of account.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
@@ -126,8 +127,8 @@ pub struct Engines {
 pub struct Node {
     /// Name.
     pub name: String,
-    /// Labels, for selectors and affinity.
-    pub labels: BTreeMap<String, String>,
+    /// Labels, for selectors and affinity; shared with whoever else keeps them.
+    pub labels: Arc<BTreeMap<String, String>>,
     /// Taints that keep pods away (NoSchedule and NoExecute).
     pub taints: Vec<Taint>,
     /// Cordoned.
@@ -196,6 +197,11 @@ impl Gpu {
         let free = |instance: &Instance| Instance { state: InstanceState::Idle, ..instance.clone() };
         let instances = if self.fixed { self.instances.iter().map(free).collect() } else { Vec::new() };
         Self { instances, shares: Vec::new(), taken_whole: false, ..self.clone() }
+    }
+
+    /// The instances that carry shares, by profile and start.
+    pub fn carrying(&self) -> impl Iterator<Item = (ProfileIndex, u32)> {
+        self.shares_there().filter_map(|share| share.instance)
     }
 
     /// The shares that count.
@@ -344,6 +350,13 @@ pub struct PlacedDevice {
     pub instance: Option<PlannedInstance>,
     /// A share of it; `None`: all of it.
     pub share: Option<Portion>,
+}
+
+impl PlacedDevice {
+    /// The instance by profile and start.
+    pub fn carrier(&self) -> Option<(ProfileIndex, u32)> {
+        self.instance.map(|planned| (planned.profile, planned.start))
+    }
 }
 
 /// A MIG instance at an exact place.

@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use common::*;
 use kerf_planner::snapshot::*;
 use kerf_planner::{Planner, plan};
@@ -22,7 +24,10 @@ fn happen(dice: &mut Dice, cluster: &mut Snapshot) {
         }
         5 => cluster.nodes[at].ready ^= true,
         6 => _ = cluster.nodes[at].free_milli.insert("cpu".into(), dice.below(9) as i128 * 1000),
-        7 => _ = cluster.nodes[at].labels.insert("zone".into(), (*dice.pick(&["a", "b"])).into()),
+        7 => {
+            _ = Arc::make_mut(&mut cluster.nodes[at].labels)
+                .insert("zone".into(), (*dice.pick(&["a", "b"])).into())
+        }
         8 => {
             let other =
                 node(&format!("more-{nodes}"), vec![random_gpu(dice, "GPU-m".into(), &cluster.geometries)]);

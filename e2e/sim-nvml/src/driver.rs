@@ -1,7 +1,5 @@
 //! The loaded library: which node it belongs to, whether it is initialised, and what every call goes through.
 
-use std::ffi::CStr;
-use std::os::unix::ffi::OsStrExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -170,15 +168,7 @@ fn open() -> Result<Store> {
 
 /// The driver root in which this library lies.
 fn own_root() -> Option<PathBuf> {
-    // SAFETY: dladdr fills the structure if it succeeds; its strings live as long as the library is loaded.
-    let path = unsafe {
-        let mut info: libc::Dl_info = std::mem::zeroed();
-        if libc::dladdr(own_root as *const libc::c_void, &mut info) == 0 || info.dli_fname.is_null() {
-            return None;
-        }
-        PathBuf::from(std::ffi::OsStr::from_bytes(CStr::from_ptr(info.dli_fname).to_bytes()))
-    };
-    let path = path.canonicalize().ok()?;
+    let path = kerf_sim::library_of(own_root as *const ())?;
     path.ancestors().find(|folder| folder.join(kerf_sim::STATE_FILE).exists()).map(Path::to_owned)
 }
 

@@ -65,13 +65,16 @@ pub struct Place {
 }
 
 impl Place {
-    /// Of the node in whose driver root the program lies, or that `KERF_SIM_ROOT` names; else what a container has.
+    /// Of the running program.
     pub fn find() -> Place {
-        let own = || {
-            let program = std::env::current_exe().ok()?;
-            program.ancestors().find(|folder| folder.join(crate::STATE_FILE).exists()).map(Path::to_owned)
-        };
-        let root = std::env::var_os("KERF_SIM_ROOT").map(PathBuf::from).or_else(own).unwrap_or("/".into());
+        Place::of(std::env::current_exe().ok().as_deref())
+    }
+
+    /// Of the node in whose driver root a file lies, or that `KERF_SIM_ROOT` names; else what a container has.
+    pub fn of(file: Option<&Path>) -> Place {
+        let above = file.into_iter().flat_map(Path::ancestors);
+        let own = above.map(Path::to_owned).find(|folder| folder.join(crate::STATE_FILE).exists());
+        let root = std::env::var_os("KERF_SIM_ROOT").map(PathBuf::from).or(own).unwrap_or_else(|| "/".into());
         Place { socket: root.join(SOCKET), dev: root.join("dev") }
     }
 }
@@ -213,8 +216,8 @@ impl Cuda {
         &self.devices
     }
 
-    /// The context on a device, made at first use.
-    fn context(&mut self, device: usize) -> Result<u64, CudaError> {
+    /// The context on a device, made at first use: `cuCtxCreate`.
+    pub fn context(&mut self, device: usize) -> Result<u64, CudaError> {
         let usable = self.devices.get(device).ok_or(CudaError::InvalidDevice)?;
         if let Some(context) = usable.context {
             return Ok(context);

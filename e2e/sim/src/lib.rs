@@ -12,7 +12,8 @@
 //!        store: <driver root>/var/lib/kerf-sim/state.json, flock + rename
 //!        tree:  <driver root>/{usr,dev,proc}: libraries, device nodes, capabilities
 //!
-//!  CUDA programs (cuda), MPS control daemons and servers (mps) ──▶ kernel: contexts, memory, who may have how much
+//!  CUDA programs (cuda; by package kerf-sim-libcuda, the libcuda.so.1 of the driver root),
+//!  MPS control daemons and servers (mps) ──▶ kernel: contexts, memory, who may have how much
 //! ```
 //!
 //! Invariants:
@@ -29,6 +30,7 @@ mod error;
 pub mod fault;
 pub mod geometry;
 pub mod kernel;
+mod loaded;
 pub mod model;
 pub mod mps;
 mod node;
@@ -43,6 +45,7 @@ mod uuid;
 pub use documented::documented_errors;
 pub use error::Error;
 pub use fault::{Fault, Occurrence, When, canonical_call};
+pub use loaded::library_of;
 pub use model::Model;
 pub use node::{Driver, GpuSpec, HoldGuard, Instance, NodeSpec, SimNode, nvml_library};
 pub use ret::NvmlError;

@@ -639,15 +639,19 @@ pub fn nvml_library() -> Result<PathBuf, Error> {
             Err(Error::NoLibrary { tried: path.display().to_string() })
         };
     }
-    // Executables lie in target/<profile>/, tests in its deps/; so does the library, by how it was asked for.
     let folder = build_folder();
-    let candidates = [folder.join(FILE), folder.join("deps").join(FILE)];
-    let tried = candidates.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(", ");
-    candidates
+    let tried = [folder.join(FILE), folder.join("deps").join(FILE)].map(|path| path.display().to_string());
+    built_library(FILE).ok_or(Error::NoLibrary { tried: tried.join(", ") })
+}
+
+/// A library that the build put beside the running executable. Executables lie in target/<profile>/, tests in its deps/; so
+/// does the library, by how it was asked for.
+pub(crate) fn built_library(file: &str) -> Option<PathBuf> {
+    let folder = build_folder();
+    [folder.join(file), folder.join("deps").join(file)]
         .into_iter()
         .filter(|path| path.is_file())
         .max_by_key(|path| path.metadata().and_then(|meta| meta.modified()).ok())
-        .ok_or(Error::NoLibrary { tried })
 }
 
 fn build_folder() -> PathBuf {

@@ -26,7 +26,8 @@ pub const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 const CAPABILITIES: &str = "proc/driver/nvidia/capabilities";
 const CAP_NODES: &str = "dev/nvidia-caps";
 
-/// Libraries without content, and the number under which programs link to each.
+/// Libraries without content, and the number under which programs link to each. (`libcuda` has content where the simulated
+/// one is built.)
 const PLACEHOLDERS: &[(&str, &str)] = &[
     ("libcuda", "1"),
     ("libcudadebugger", "1"),
@@ -84,10 +85,16 @@ pub fn libraries(root: &Path, driver: &Driver, library: &Path) -> Result<(), Err
     for (name, number) in PLACEHOLDERS {
         let soname = format!("{name}.so.{number}");
         let file = format!("{name}.so.{version}");
-        put(&folder.join(&file), &elf::shared_object(&soname), 0o755)?;
+        match crate::node::built_library("libkerf_sim_libcuda.so").filter(|_| *name == "libcuda") {
+            Some(built) => link_or_copy(&built, &folder.join(&file))?,
+            None => put(&folder.join(&file), &elf::shared_object(&soname), 0o755)?,
+        }
         link(&folder, &soname, &file)?;
     }
     link(&folder, "libcuda.so", "libcuda.so.1")?;
+    // As where the driver is installed on the host itself: a C library that is not that of any container's image. Whoever
+    // takes all of the folder for the driver's libraries loads it, and ends.
+    put(&folder.join("libc.so.6"), &elf::shared_object("libc.so.6"), 0o755)?;
     let binaries = root.join("usr/bin");
     make_dir(&binaries)?;
     mps(&binaries)?;
@@ -101,10 +108,15 @@ fn mps(binaries: &Path) -> Result<(), Error> {
     for name in ["nvidia-cuda-mps-control", "nvidia-cuda-mps-server"] {
         let (Some(built), path) = (crate::node::built(name), binaries.join(name)) else { continue };
         let _ = std::fs::remove_file(&path);
-        // A link costs nothing; across file systems it has to be a copy.
-        if std::fs::hard_link(&built, &path).is_err() {
-            std::fs::copy(&built, &path).map_err(|e| Error::io("copy the program to", &path, e))?;
-        }
+        link_or_copy(&built, &path)?;
+    }
+    Ok(())
+}
+
+/// A link costs nothing; across file systems it has to be a copy.
+fn link_or_copy(built: &Path, path: &Path) -> Result<(), Error> {
+    if std::fs::hard_link(built, path).is_err() {
+        std::fs::copy(built, path).map_err(|e| Error::io("copy what is built to", path, e))?;
     }
     Ok(())
 }

@@ -6,6 +6,7 @@ mod crash;
 mod deployment;
 mod errors;
 mod gangs;
+mod hardware;
 mod moves;
 mod scheduling;
 mod servers;

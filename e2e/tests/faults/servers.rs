@@ -2,6 +2,7 @@
 //! has run without.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,6 +14,7 @@ use kerf_e2e::kerf::{Kerf, KerfOptions, PATIENCE, alone, for_node};
 use kerf_e2e::wait::{Seen, eventually, wait_pod_phase};
 use kerf_sim::engine::EXCLUSIVE_PROCESS;
 use kerf_sim::kernel::protocol::{Answer, Connection, Outcome, Request, Use, socket};
+use kerf_sim::state::MemoryLimit;
 use kerf_sim::{Driver, NvmlError, Occurrence, SimNode};
 use kube::ResourceExt as _;
 use serde_json::json;
@@ -232,8 +234,13 @@ async fn nothing_left(kerf: &Kerf, namespace: &str, pods: &[&str]) -> Result<()>
         let state = kerf.sim(NODE)?.state()?;
         let modes: Vec<u32> = state.gpus.iter().map(|gpu| gpu.compute_mode).collect();
         let pods = servers(kerf).await?.len();
-        let left = format!("{pods} servers, compute modes {modes:?}, limits {:?}", state.memory_limits);
-        let gone = pods == 0 && modes.iter().all(|mode| *mode == 0) && state.memory_limits.is_empty();
+        // A container's own limit goes with its cgroup.
+        let there = |limit: &&MemoryLimit| {
+            Path::new(&limit.path.replacen("/host-cgroup", "/sys/fs/cgroup", 1)).exists()
+        };
+        let limits: Vec<_> = state.memory_limits.iter().filter(there).collect();
+        let left = format!("{pods} servers, compute modes {modes:?}, limits {limits:?}");
+        let gone = pods == 0 && modes.iter().all(|mode| *mode == 0) && limits.is_empty();
         Ok(if gone { Seen::Yes(()) } else { Seen::NotYet(left) })
     })
     .await

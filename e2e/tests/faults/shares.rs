@@ -124,6 +124,8 @@ fn pods_of_any_sizes_share_a_gpu_and_none_takes_more() {
             let events = events(&kerf, &namespace, name).await?;
             let started = events.first().context("no word of it")?;
             ensure!(started["mps"] == true, "{started}");
+            // Frameworks size themselves by the total: the container's own limit is there before its first instruction.
+            ensure!(started["total"] == gib * GIB, "{name}: {started}");
             let multiprocessors = started["devices"][0]["sms"].as_u64().context("no count")?;
             // What MPS rounds, it rounds down.
             ensure!(multiprocessors <= u64::from(132 * percent / 100), "{name}: {started}");

@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use kerf_crds::gpu_node::Isolation;
+
 use super::nodes::{DriverFiles, NodesError};
-use super::spec::{CDI_VERSION, ContainerEdits, Device, Mount, Spec};
+use super::spec::{CDI_VERSION, ContainerEdits, Device, Hook, Mount, Spec};
 use crate::carrier;
 use crate::inventory::Inventory;
 use crate::mps::Protocol;
@@ -66,11 +68,15 @@ pub fn claim_spec(
             device_nodes: device_nodes(device, inventory, files)?,
             ..ContainerEdits::default()
         };
+        let name = device_name(&prepared.claim.uid, &device.device, device.key.share.as_deref());
         if let Some(share) = &device.share {
             container_edits.env.push(format!("CUDA_MPS_PIPE_DIRECTORY={MPS_PIPE}"));
             container_edits.mounts = mps_mounts(device, &share.id, inventory, files)?;
+            let sharing = inventory.gpu(&device.key.gpu).and_then(|gpu| gpu.sharing.as_ref());
+            if sharing.is_some_and(|sharing| sharing.isolation >= Isolation::Driver) {
+                container_edits.hooks.push(limit_hook(files, &prepared.claim.uid, &name));
+            }
         }
-        let name = device_name(&prepared.claim.uid, &device.device, device.key.share.as_deref());
         devices.push(Device { name, container_edits });
     }
     let env = std::iter::once(VOID.to_owned())
@@ -129,6 +135,20 @@ fn mps_mounts(
     Ok(vec![mount(pipe, MPS_PIPE), mount(paths.shm(), "/dev/shm")])
 }
 
+/// Has the container's own cgroup limited before its first instruction.
+fn limit_hook(files: &DriverFiles, claim_uid: &str, device: &str) -> Hook {
+    let program = files.hook.program().to_string_lossy().into_owned();
+    let socket = files.hook.socket().to_string_lossy().into_owned();
+    Hook {
+        hook_name: "createRuntime".to_owned(),
+        args: vec![program.clone(), socket, claim_uid.to_owned(), device.to_owned()],
+        path: program,
+        env: Vec::new(),
+        // Longer than the program takes at most.
+        timeout: Some(15),
+    }
+}
+
 fn unused_variable(request: &str, taken: &mut BTreeSet<String>) -> String {
     let plain = device_variable(request);
     let numbered = (1..).map(|number| format!("{plain}_{number}"));
@@ -183,6 +203,7 @@ mod tests {
             host_dev_root: "/".into(),
             proc_root: root.path().to_owned(),
             mps: crate::mps::Paths::new("/run/kerf/mps"),
+            hook: crate::plugin::hook::HookPaths::new("/var/lib/kerf"),
         };
         (root, files)
     }
@@ -279,7 +300,15 @@ mod tests {
             let shm = "/run/kerf/mps/gpu-11111111/shm";
             assert_eq!(mounts, [(pipe.as_str(), "/run/kerf/mps"), (shm, "/dev/shm")]);
             assert!(spec.devices[0].name.ends_with(id));
+            assert_eq!(edits.hooks, [], "nobody limits the memory of cgroups");
         }
+        inventory.gpus[1].sharing =
+            Some(kerf_crds::gpu_node::Sharing { isolation: Isolation::Driver, ..Default::default() });
+        let spec = claim_spec(&prepared, &inventory, &files, &common()).expect("run as root");
+        let hook = &spec.devices[0].container_edits.hooks[0];
+        assert_eq!((hook.hook_name.as_str(), &hook.path), ("createRuntime", &hook.args[0]));
+        let asks = ["/var/lib/kerf/hook.sock", "0f-uid", &spec.devices[0].name];
+        assert_eq!(hook.args[1..], asks, "what it asks the daemon");
     }
 
     #[test]

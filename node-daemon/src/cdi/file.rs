@@ -2,23 +2,30 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _};
 use std::path::Path;
 
 /// Replaces `path` by `content`: whoever reads it, also after a crash or a power cut, finds the old content or the new.
 /// Makes the directory if it is missing. Errors name the file.
 pub fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
-    replace(path, content).map_err(|error| with_path("write", path, error))
+    replace(path, content, 0o644).map_err(|error| with_path("write", path, error))
 }
 
-fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
+/// The same for a program: whoever runs it gets the old one or the new.
+pub fn write_program_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
+    replace(path, content, 0o755).map_err(|error| with_path("write", path, error))
+}
+
+fn replace(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a path of a file in a directory"));
     };
     fs::create_dir_all(directory)?;
     // Hidden and without a suffix that anybody looks for: CDI caches read `*.json`, and so does the checkpoint.
     let temporary = directory.join(format!(".{}.new", name.to_string_lossy()));
-    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o644).open(&temporary)?;
+    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(&temporary)?;
+    // Whatever the umask.
+    file.set_permissions(fs::Permissions::from_mode(mode))?;
     file.write_all(content)?;
     file.sync_all()?;
     fs::rename(&temporary, path)?;

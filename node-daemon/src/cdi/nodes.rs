@@ -14,6 +14,7 @@ use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 
 use super::spec::DeviceNode;
 use crate::config::Config;
+use crate::plugin::hook::HookPaths;
 
 /// Nodes that every CUDA program opens. `nvidia-modeset` is for displays and is not handed out.
 const CONTROL_NODES: [&str; 3] = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"];
@@ -47,6 +48,8 @@ pub struct DriverFiles {
     pub proc_root: PathBuf,
     /// Files of MPS servers, as the host sees them.
     pub mps: crate::mps::Paths,
+    /// What containers' hooks are, as the host sees them.
+    pub hook: HookPaths,
 }
 
 impl From<&Config> for DriverFiles {
@@ -56,6 +59,7 @@ impl From<&Config> for DriverFiles {
             host_dev_root: config.host_dev_root().to_owned(),
             proc_root: config.proc_root.clone(),
             mps: crate::mps::Paths::new(config.host_mps_dir()),
+            hook: HookPaths::new(config.host_state_dir()),
         }
     }
 }
@@ -210,6 +214,7 @@ mod tests {
             host_dev_root: "/run/nvidia/driver".into(),
             proc_root: root.path().to_owned(),
             mps: crate::mps::Paths::new("/run/kerf/mps"),
+            hook: HookPaths::new("/var/lib/kerf"),
         };
         (root, files)
     }

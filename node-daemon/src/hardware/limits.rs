@@ -23,6 +23,16 @@ pub fn limit_memory(library: &Library, gpu: &str, cgroup: &Path, bytes: u64) -> 
     }
 }
 
+/// Limits a container's own cgroup below that of its pod, where such limits nest: CUDA in it then reports the limit as the
+/// GPU's memory. Where only the nearest one counts (the driver says so by refusing to tell of a cgroup without any), it
+/// would take the place of the pod's, and nothing is done.
+pub fn limit_container(library: &Library, gpu: &str, cgroup: &Path, bytes: u64) -> Result<(), Failure> {
+    match library.gpu(gpu)?.memory_limits(cgroup) {
+        Err(failure) if failure.code == Code::NOT_SUPPORTED => Ok(()),
+        _ => limit_memory(library, gpu, cgroup, bytes),
+    }
+}
+
 /// The limits in force on a cgroup.
 pub fn memory_limits(library: &Library, gpu: &str, cgroup: &Path) -> Result<MemoryLimits, Failure> {
     library.gpu(gpu)?.memory_limits(cgroup).map(|(limits, _)| limits)

@@ -20,7 +20,7 @@ pub use act::{act, set_compute_mode};
 pub use error::{Code, Failure};
 pub use geometry::Known;
 pub use health::{is_device_failure, watch_xids};
-pub use limits::{Facts, facts, lift_memory_limit, limit_memory, memory_limits};
+pub use limits::{Facts, facts, lift_memory_limit, limit_container, limit_memory, memory_limits};
 pub use observe::{Identity, ProcessMemory, memory_by_process, observe};
 pub use raw::{Library, MemoryLimits, Xid};
 

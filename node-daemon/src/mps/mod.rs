@@ -58,6 +58,15 @@ impl Protocol {
     }
 }
 
+impl std::fmt::Display for Protocol {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::V2 => "protocol 2",
+            Self::V3 => "protocol 3",
+        })
+    }
+}
+
 /// Clients that one server takes, by the version of CUDA: 60 since 13.1 (driver 590), before that 48, on Volta and later.
 pub fn max_clients(cuda_version: &str) -> u32 {
     let mut numbers = cuda_version.split('.').map(|number| number.parse::<u32>().unwrap_or_default());

@@ -33,13 +33,6 @@ const NAME_LABEL: &str = "app.kubernetes.io/name";
 /// The API's limit on an object's name.
 const MAX_NAME: usize = 253;
 
-/// Where the template has the driver's root.
-const DRIVER_ROOT: &str = "/driver-root";
-
-/// The driver's library folders below its root, as in [`crate::hardware`]: CUDA's own libraries, which the server needs.
-const LIBRARIES: [&str; 4] =
-    ["usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib"];
-
 /// A server's pod that is there.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServerPod {
@@ -55,6 +48,13 @@ pub struct ServerPod {
     pub trouble: Option<String>,
     /// It has ended for good, as an evicted pod has.
     pub ended: bool,
+}
+
+impl ServerPod {
+    /// Whether its control daemon was made to be talked to like this.
+    pub fn speaks(&self, protocol: Protocol) -> bool {
+        self.form.starts_with(&protocol.to_string())
+    }
 }
 
 /// A server's pod that is to be made.
@@ -119,8 +119,8 @@ impl Form {
 impl std::fmt::Display for Form {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::V2(limits) => write!(f, "protocol 2, {limits}"),
-            Self::V3 => f.write_str("protocol 3"),
+            Self::V2(limits) => write!(f, "{}, {limits}", self.protocol()),
+            Self::V3 => self.protocol().fmt(f),
         }
     }
 }
@@ -208,14 +208,10 @@ fn build(template: PodTemplateSpec, new: &NewServer, node: &str, node_uid: Strin
     let mut spec = template.spec.context("it has no spec")?;
     let container = spec.containers.first_mut().context("it has no container")?;
     container.args = Some(new.arguments.clone());
-    let libraries = LIBRARIES.map(|folder| format!("{DRIVER_ROOT}/{folder}")).join(":");
-    let own = new.environment.iter().cloned().chain([("LD_LIBRARY_PATH", libraries)]);
     let environment = container.env.get_or_insert_default();
-    for (name, value) in own {
+    for (name, value) in new.environment.iter().cloned() {
         let known = environment.iter().position(|variable| variable.name == name);
         match known {
-            // What the administrator says of the libraries stands.
-            Some(_) if name == "LD_LIBRARY_PATH" => {}
             Some(index) => environment[index] = variable(name, value),
             // First, so that others can refer to it.
             None => environment.insert(0, variable(name, value)),
@@ -358,7 +354,7 @@ mod tests {
             "metadata": { "labels": { "team": "infra" } },
             "spec": { "containers": [{
                 "name": "mps", "image": "i",
-                "env": [{ "name": "CUDA_VISIBLE_DEVICES", "value": "0" }, { "name": "LD_LIBRARY_PATH", "value": "/mine" }],
+                "env": [{ "name": "CUDA_VISIBLE_DEVICES", "value": "0" }, { "name": "MINE", "value": "1" }],
             }] },
         }))
         .unwrap()
@@ -388,7 +384,7 @@ mod tests {
         let environment = environment(&pod);
         assert_eq!(environment["CUDA_VISIBLE_DEVICES"], "GPU-1");
         assert_eq!(environment["CUDA_MPS_PIPE_DIRECTORY"], "/run/kerf/mps/gpu-1/pipe");
-        assert_eq!(environment["LD_LIBRARY_PATH"], "/mine");
+        assert_eq!(environment["MINE"], "1");
         assert!(!environment.contains_key("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"));
         let labels = pod.metadata.labels.as_ref().unwrap();
         assert_eq!((labels["team"].as_str(), labels[NAME_LABEL].as_str()), ("infra", "kerf-mps-server"));

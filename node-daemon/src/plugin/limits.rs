@@ -11,7 +11,7 @@ use crate::carrier::Carrier;
 use crate::cgroups;
 use crate::hardware::{self, Code, Driver, MemoryLimits};
 use crate::inventory::Inventory;
-use crate::prepared::{DeviceKey, Prepared, PreparedClaims};
+use crate::prepared::{DeviceKey, Prepared, PreparedClaims, PreparedDevice};
 use crate::worker::blocking;
 
 /// Why a limit is not in force.
@@ -73,6 +73,32 @@ impl PodLimits {
             .await?;
         }
         Ok(())
+    }
+
+    /// Limits the container of a process to a share of its pod, where the driver can do so below the pod's own limit.
+    pub async fn limit_container(
+        &self,
+        record: &Prepared,
+        device: &PreparedDevice,
+        pid: u32,
+    ) -> Result<(), LimitError> {
+        let (Some(pod), Some(share)) = (&record.pod, &device.share) else { return Ok(()) };
+        let _turn = self.turn.lock().await;
+        let (driver, root, uid) = (self.driver.clone(), self.cgroup_root.clone(), pod.uid.clone());
+        let (gpu, bytes) = (device.key.gpu.clone(), share.memory_bytes);
+        let limited = blocking(move || {
+            let of_pod = cgroups::of_pod(&root, &uid);
+            let Some(cgroup) = of_pod.and_then(|top| cgroups::of_process(&top, pid)) else {
+                return Err(format!("process {pid} is in no cgroup of the pod"));
+            };
+            let library = driver.session().map_err(|error| error.to_string())?;
+            hardware::limit_container(&library, &gpu, &cgroup, bytes)
+                .inspect_err(|failure| driver.note_failure(&library, failure))
+                .map_err(|failure| format!("{failure} for {}", cgroup.display()))
+        })
+        .await;
+        let gpu = device.key.gpu.clone();
+        limited.map_err(|why| LimitError::Driver { pod: pod.id(), gpu, bytes, why })
     }
 
     /// Whether the driver still says what was set for the claim's pod; also if it says nothing at all. Never where it

@@ -21,6 +21,7 @@
 mod authorize;
 mod checkpoint;
 mod health;
+pub(crate) mod hook;
 mod limits;
 mod prepare;
 mod proto;

@@ -66,6 +66,7 @@ struct World {
     mps: Seen,
     before: Option<ComputeMode>,
     hangs: u32,
+    outlived: bool,
     pods_made: u32,
 }
 
@@ -114,6 +115,7 @@ impl World {
             mps: Seen::default(),
             before: None,
             hangs: 0,
+            outlived: false,
             pods_made: 0,
         }
     }
@@ -167,6 +169,7 @@ impl World {
             // Forgotten where somebody else has set another mode since.
             before: self.before.filter(|_| self.gpu.compute_mode == Some(ComputeMode::EXCLUSIVE_PROCESS)),
             hangs: self.hangs,
+            outlived: self.outlived,
         }
     }
 
@@ -671,6 +674,36 @@ fn a_server_that_hangs_is_replaced_after_a_while_whoever_is_in_it() {
 }
 
 #[test]
+fn who_comes_to_a_server_of_a_driver_that_has_gone_does_not_keep_it() {
+    let shares = [share(1, 10, 10)];
+    let mut world = World::new(Protocol::V2);
+    world.settle(&shares);
+    world.use_share(&shares[0], true);
+    world.protocol = Protocol::V3;
+    let file = next_step_of(&world, &shares).unwrap();
+    assert!(matches!(file, Step::WriteConfig(_)), "{file}");
+    world.apply(&file);
+    // Nobody has seen the driver go, so the client may have run for long.
+    let due = world.due(&shares);
+    assert_eq!(due.steps, []);
+    assert!(due.blocked.unwrap().message.contains("for protocol 2"));
+    world.outlived = true;
+    let step = next_step_of(&world, &shares).unwrap();
+    assert!(matches!(step, Step::ReplacePod(_)), "{step}");
+    world.apply(&step);
+    (world.outlived, world.gpu.mps.clients) = (false, Vec::new());
+    world.settle(&shares);
+    assert_eq!(world.in_force(&shares), [id(1)]);
+    // Another size with the same driver is no reason to end anybody.
+    let mut world = World::new(Protocol::V2);
+    world.settle(&shares);
+    world.use_share(&shares[0], true);
+    world.outlived = true;
+    world.prepared.clear();
+    assert_eq!(world.due(&[share(2, 20, 10)]).steps, []);
+}
+
+#[test]
 fn a_process_of_a_pod_with_a_share_keeps_no_server_away() {
     let a = share(1, 10, 10);
     let shares = [a.clone()];
@@ -780,6 +813,7 @@ fn worlds() -> impl Strategy<Value = World> {
                     pod.form = "another".into();
                 }
                 world.hangs = if matches!(server, Server::Hangs(_)) { mode } else { 0 };
+                world.outlived = mode == 3;
                 // Protocol 2 lists no server that has ended.
                 world.mps.server = if v3 || server != Server::Exited { server } else { Server::Absent };
             }
@@ -817,7 +851,8 @@ proptest! {
                 Step::DeletePod(pod) => prop_assert!(pod.ended || held.is_empty() && world.mps.clients.is_empty()),
                 Step::ReplacePod(pod) => {
                     let ended = matches!(world.mps.server, Server::Absent | Server::Exited) || world.hangs >= HANGS;
-                    prop_assert!(ended || world.mps.clients.is_empty());
+                    let outlived = world.outlived && pod.form == "another";
+                    prop_assert!(ended || outlived || world.mps.clients.is_empty());
                     let lost = held.iter().any(|id| !world.mps.limits.contains_key(&namespace(id)));
                     let other = pod.form == "another" || world.carrier().present().is_none_or(|now| now.uuid != pod.device);
                     prop_assert!(held.is_empty() || ended || lost || other);

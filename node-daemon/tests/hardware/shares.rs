@@ -16,7 +16,7 @@ use kerf_node_daemon::mps::pods::{NewServer, Order, Pods, ServerPod, ServerPods,
 use kerf_node_daemon::node::GpuReport;
 use kerf_node_daemon::plugin::LimitError;
 use kerf_node_daemon::prepared::{DeviceKey, Prepared, PreparedDevice};
-use kerf_sim::{Driver, GpuSpec, MigUuids, NodeSpec};
+use kerf_sim::{Driver, GpuSpec, MemoryAccounting, MigUuids, NodeSpec};
 use nix::sys::signal::Signal;
 use tokio::sync::watch;
 
@@ -176,10 +176,15 @@ impl Servers {
 
 impl Shared {
     fn new(branch: u32) -> Self {
+        Self::with_accounting(branch, MemoryAccounting::default())
+    }
+
+    fn with_accounting(branch: u32, memory_accounting: MemoryAccounting) -> Self {
         let driver = Driver::of_branch(branch);
         let gpus = vec![GpuSpec::new("a100-80")];
         let mig_uuids = MigUuids::Fresh;
-        let node = Node::new(NodeSpec { driver, mig_uuids, ..NodeSpec::new("n", gpus) });
+        let spec = NodeSpec { driver, memory_accounting, mig_uuids, ..NodeSpec::new("n", gpus) };
+        let node = Node::new(spec);
         // No namespace has this number: containers that happen to run on this machine are not the node's.
         node.sim.set_pid_namespace(Some(0)).unwrap();
         node.sim.run_kernel().unwrap();
@@ -638,6 +643,36 @@ async fn the_driver_limits_a_pods_memory_whatever_its_processes_do() {
         daemon.state.prepared.remove(&record.claim.uid);
         daemon.limits.lift(&record, || daemon.state.prepared.snapshot()).await;
         assert_eq!(limit(), left);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_container_sees_its_share_where_limits_nest_and_none_is_lost_where_they_do_not() {
+    for (accounting, seen) in [(MemoryAccounting::Dmem, 10 * GIB), (MemoryAccounting::Misc, 30 * GIB)] {
+        let shared = Shared::with_accounting(615, accounting);
+        let daemon = shared.start();
+        let gpu = daemon.inventory().await.gpus[0].clone();
+        let (a, b) = (share(1, 10, 25), share(2, 20, 50));
+        settle(&daemon, 1, &gpu, &[&a, &b]).await;
+        let pod = shared.cgroups.pod(&a.id);
+        let first = prepare(&daemon, &gpu, &a).await.unwrap();
+        prepare_for(&daemon, &gpu, &b, &a.id).await.unwrap();
+        // As a runtime has made it when it calls the hook, the first instruction still to come.
+        let container = pod.join("container");
+        std::fs::create_dir(&container).unwrap();
+        let waiting = Guard(in_cgroup(&container, Command::new("sleep").arg("60")).spawn().unwrap());
+        let limit = || daemon.limits.limit_container(&first, &first.devices[0], waiting.0.id());
+        let processes = || std::fs::read_to_string(container.join("cgroup.procs")).unwrap();
+        eventually("the process is in its cgroup", || !processes().is_empty()).await;
+        limit().await.unwrap();
+        limit().await.expect("as good again");
+        let run = ["--allocate", "1Gi", "--seconds", "0"];
+        let output = in_cgroup(&container, &shared.program(&gpu, Some(&a), &run)).output().unwrap();
+        let events = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(events.contains(&format!("\"total\":{seen}")), "{accounting:?}: {events}");
+        let error = daemon.limits.limit_container(&first, &first.devices[0], 1).await.unwrap_err();
+        assert!(error.to_string().contains("process 1 is in no cgroup of the pod"), "{error}");
+        drop(waiting);
     }
 }
 

@@ -1,6 +1,7 @@
 //! What is kept of a Node: a node object with its list of images is tens of kilobytes.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use k8s_openapi::api::core::v1::Node;
 use kerf_planner::snapshot::Taint;
@@ -14,7 +15,7 @@ pub struct NodeInfo {
     pub name: String,
     pub uid: String,
     pub version: u64,
-    pub labels: BTreeMap<String, String>,
+    pub labels: Arc<BTreeMap<String, String>>,
     /// `NoSchedule` and `NoExecute` taints.
     pub taints: Vec<Taint>,
     /// Cordoned.
@@ -47,7 +48,7 @@ impl From<Node> for NodeInfo {
             version: version_of(&node.metadata),
             name: node.metadata.name.unwrap_or_default(),
             uid: node.metadata.uid.unwrap_or_default(),
-            labels: node.metadata.labels.unwrap_or_default(),
+            labels: node.metadata.labels.unwrap_or_default().into(),
             taints: spec
                 .taints
                 .unwrap_or_default()

@@ -1,6 +1,6 @@
 //! What a node is told: the one content of `GpuNode.spec`, from policies and placements.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kerf_crds::gpu_node::{
@@ -75,7 +75,9 @@ pub fn static_layout(
         let instance = partition.instance.as_ref()?;
         Some((profile(&instance.profile)?, instance.placement.start))
     };
-    for place in claims.iter().filter_map(|partition| placed(partition)) {
+    // An instance that carries shares has an entry for each of them.
+    let claimed: BTreeSet<(usize, u32)> = claims.iter().filter_map(|partition| placed(partition)).collect();
+    for place in claimed {
         let kind = if meets(place).is_some() { &mut found } else { &mut obstacles };
         kind.push(place);
     }

@@ -80,7 +80,7 @@ impl<'a> Matcher<'a> {
     /// Matches the GPUs of a node.
     pub fn node(&self, gpu_node: &GpuNode, node: Option<&NodeInfo>) -> OfNode {
         let empty = BTreeMap::new();
-        let labels = node.map_or(&empty, |node| &node.labels);
+        let labels = node.map_or(&empty, |node| &*node.labels);
         let here: Vec<&Arc<PartitionPolicy>> = self
             .0
             .iter()

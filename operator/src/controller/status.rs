@@ -241,11 +241,12 @@ fn unknown_profiles(policy: &PartitionPolicy, gpus: &[Matched<'_>]) -> Option<St
         .flat_map(|geometry| &geometry.profiles)
         .map(|profile| profile.name.as_str())
         .collect();
-    let mut unknown: Vec<String> = mig
-        .allowed_profiles
-        .iter()
-        .filter(|pattern| !profiles.iter().any(|profile| pattern.matches_profile(profile)))
-        .map(|pattern| format!("mig.allowedProfiles: {:?}", pattern.0))
+    let allowed = mig.allowed_profiles.iter().map(|pattern| ("mig.allowedProfiles", pattern));
+    let carriers = policy.spec.shares.instances.iter().map(|pattern| ("shares.instances", pattern));
+    let mut unknown: Vec<String> = allowed
+        .chain(carriers)
+        .filter(|(_, pattern)| !profiles.iter().any(|profile| pattern.matches_profile(profile)))
+        .map(|(field, pattern)| format!("{field}: {:?}", pattern.0))
         .collect();
     let named = |field: &str, name: &str| {
         (!profiles.iter().any(|profile| same(profile, name))).then(|| format!("{field}: {name:?}"))

@@ -125,7 +125,7 @@ impl Writer {
             claim = api.patch(&key.claim, &PatchParams::default(), &Patch::Merge(&patch)).await?;
             self.cache.wrote_claim(claim.clone());
         }
-        let Some(allocation) = claims::allocate(&claim, node, &seen.devices, Timestamp::now()) else {
+        let Some(allocation) = claims::allocate(&claim, node, seen.devices(), Timestamp::now()) else {
             return Ok(Outcome::Later);
         };
         let mut consumers = vec![claims::reservation(pod)];

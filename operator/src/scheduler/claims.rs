@@ -18,6 +18,7 @@ use kerf_crds::quantity::{milli_quantity, quantity};
 use kerf_crds::requests::{Asked, OriginalResources, ShareSize, expand};
 use kube::ResourceExt;
 
+use super::entries::isolation;
 use crate::cache::PodInfo;
 use crate::cache::quantity::milli;
 
@@ -207,36 +208,41 @@ pub fn partition_of(
     let status = node.status.as_ref()?;
     for gpu in &status.gpus {
         let Some(rest) = result.device.strip_prefix(&gpu.name) else { continue };
-        let partition =
-            |instance, share| Partition { gpu: gpu.uuid.clone(), instance, share, owner: owner.clone() };
-        if rest.is_empty() {
-            return Some(partition(None, None));
-        }
-        if names::share_device(&gpu.name) == result.device {
-            return Some(partition(None, Some(share_of(gpu, result)?)));
-        }
-        let Some((id, start)) = rest.strip_prefix("-mig-").and_then(|rest| rest.split_once('-')) else {
-            continue;
+        let of_carrier = rest.strip_suffix(&names::share_device(""));
+        let carrier = of_carrier.unwrap_or(rest);
+        let instance = match carrier.strip_prefix("-mig-").and_then(|rest| rest.split_once('-')) {
+            None if carrier.is_empty() => None,
+            None => continue,
+            Some((id, start)) => {
+                let (id, start): (u32, u32) = (id.parse().ok()?, start.parse().ok()?);
+                let profile = status.geometry_of(gpu)?.profiles.iter().find(|profile| profile.id == id)?;
+                Some(WantedInstance {
+                    profile: profile.name.clone(),
+                    placement: kerf_crds::gpu_node::Placement { start, size: profile.size },
+                })
+            }
         };
-        let (id, start): (u32, u32) = (id.parse().ok()?, start.parse().ok()?);
-        let profile = status.geometry_of(gpu)?.profiles.iter().find(|profile| profile.id == id)?;
-        let instance = WantedInstance {
-            profile: profile.name.clone(),
-            placement: kerf_crds::gpu_node::Placement { start, size: profile.size },
+        let share = match of_carrier {
+            None => None,
+            Some(_) => Some(share_of(gpu, instance.as_ref(), result)?),
         };
-        return Some(partition(Some(instance), None));
+        return Some(Partition { gpu: gpu.uuid.clone(), instance, share, owner });
     }
     None
 }
 
 /// The share that a result says it is.
-fn share_of(gpu: &Gpu, result: &DeviceRequestAllocationResult) -> Option<WantedShare> {
+fn share_of(
+    gpu: &Gpu,
+    instance: Option<&WantedInstance>,
+    result: &DeviceRequestAllocationResult,
+) -> Option<WantedShare> {
     let consumed = |name: &str| milli(result.consumed_capacity.as_ref()?.get(name)?);
     Some(WantedShare {
         id: result.share_id.clone()?,
         memory_bytes: u64::try_from(consumed(capacity::MEMORY)? / 1000).ok()?,
         compute_milli: u32::try_from(consumed(capacity::COMPUTE)?).ok()?,
-        isolation: gpu.sharing.as_ref().map(|sharing| sharing.isolation).unwrap_or_default(),
+        isolation: isolation(gpu, instance),
     })
 }
 
@@ -251,27 +257,48 @@ pub fn given(allocation: &AllocationResult) -> BTreeSet<Given> {
 }
 
 /// What the allocation of a placement must say.
-pub fn expected(node: &GpuNode, devices: &[Partition]) -> Option<BTreeSet<Given>> {
-    devices
-        .iter()
-        .map(|partition| match &partition.owner {
-            Owner::Claim(owner) => Some((
-                owner.request.clone(),
-                device_of(node, partition)?,
-                partition.share.as_ref().map(|share| share.id.clone()),
-            )),
-            Owner::Policy(_) | Owner::Reservation(_) => None,
-        })
-        .collect()
+pub fn expected<'d>(
+    node: &GpuNode,
+    devices: impl IntoIterator<Item = &'d Partition>,
+) -> Option<BTreeSet<Given>> {
+    let owned = |(request, device, share): (&str, String, Option<&str>)| {
+        (request.to_owned(), device, share.map(str::to_owned))
+    };
+    devices.into_iter().map(|partition| expected_of(node, partition).map(owned)).collect()
+}
+
+fn expected_of<'d>(node: &GpuNode, partition: &'d Partition) -> Option<(&'d str, String, Option<&'d str>)> {
+    let Owner::Claim(owner) = &partition.owner else { return None };
+    let share = partition.share.as_ref().map(|share| share.id.as_str());
+    Some((&owner.request, device_of(node, partition)?, share))
+}
+
+/// Whether the allocation says what is expected, as [`given`] and [`expected`] would tell; `None` if the node's report
+/// does not have all of the devices.
+pub fn gives<'d>(
+    allocation: &AllocationResult,
+    node: &GpuNode,
+    devices: impl IntoIterator<Item = &'d Partition>,
+) -> Option<bool> {
+    let expected: Option<Vec<_>> =
+        devices.into_iter().map(|partition| expected_of(node, partition)).collect();
+    let expected = expected?;
+    let is = |result: &DeviceRequestAllocationResult, one: &(&str, String, Option<&str>)| {
+        let (request, device, share) = one;
+        result.request == *request && result.device == *device && result.share_id.as_deref() == *share
+    };
+    let all_given = expected.iter().all(|one| results(allocation).any(|result| is(result, one)));
+    Some(all_given && results(allocation).all(|result| expected.iter().any(|one| is(result, one))))
 }
 
 /// The allocation of a placement. `allocationTimestamp` must be there: kube-scheduler would add it, and cannot.
-pub fn allocate(
+pub fn allocate<'d>(
     claim: &ResourceClaim,
     node: &GpuNode,
-    devices: &[Partition],
+    devices: impl IntoIterator<Item = &'d Partition>,
     now: Timestamp,
 ) -> Option<AllocationResult> {
+    let devices: Vec<&Partition> = devices.into_iter().collect();
     let name = node.name_any();
     let size = |id: &Option<String>| {
         let shares = devices.iter().filter_map(|partition| partition.share.as_ref());
@@ -281,7 +308,7 @@ pub fn allocate(
             (capacity::COMPUTE.to_owned(), milli_quantity(share.compute_milli.into())),
         ]))
     };
-    let results = expected(node, devices)?
+    let results = expected(node, devices.iter().copied())?
         .into_iter()
         .map(|(request, device, share_id)| DeviceRequestAllocationResult {
             tolerations: tolerations(claim, &request),

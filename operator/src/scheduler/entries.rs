@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kerf_crds::gpu_node::{ClaimOwner, Owner, Partition, Placement, WantedInstance, WantedShare};
+use kerf_crds::gpu_node::{
+    ClaimOwner, Gpu, Isolation, Owner, Partition, Placement, WantedInstance, WantedShare,
+};
 use kerf_planner::plan::PlacedDevice;
 use kube::ResourceExt;
 use sha2::{Digest as _, Sha256};
@@ -93,11 +95,16 @@ pub fn partition(board: &Board, node: usize, device: &PlacedDevice, owner: Owner
         compute_milli: u32::try_from(portion.compute_milli).unwrap_or(u32::MAX),
         isolation: board
             .gpu(node, device.gpu)
-            .and_then(|gpu| gpu.sharing.as_ref())
-            .map(|sharing| sharing.isolation)
+            .map(|gpu| isolation(gpu, instance.as_ref()))
             .unwrap_or_default(),
     });
     Some(Partition { gpu: gpu.uuid.clone(), instance, share, owner })
+}
+
+/// Who limits the memory of a share of the GPU, or of an instance on it.
+pub fn isolation(gpu: &Gpu, instance: Option<&WantedInstance>) -> Isolation {
+    let of_gpu = gpu.sharing.as_ref().filter(|_| instance.is_none());
+    of_gpu.map(|sharing| sharing.isolation).unwrap_or(Isolation::Process)
 }
 
 /// The share's id: the same for the same place, and no other's.

@@ -1,6 +1,6 @@
 //! Which devices the selectors of a request and of its class admit.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::resource::v1::DeviceClass;
 use kerf_crds::device::{self, capacity};
@@ -25,6 +25,16 @@ pub(super) struct Admitted {
     pub profiles: BTreeSet<usize>,
     /// A share of it.
     pub share: bool,
+    /// Shares of instances of these profiles, by index: what compute each has to have, in thousandths of a percent of the
+    /// GPU's.
+    pub in_instances: BTreeMap<usize, u64>,
+}
+
+impl Admitted {
+    /// Whether it can only be told by the GPU's geometry.
+    pub fn of_geometry(&self) -> bool {
+        self.share || !self.profiles.is_empty() || !self.in_instances.is_empty()
+    }
 }
 
 /// The selectors of a request and its class together.
@@ -84,11 +94,18 @@ impl<'a> Filter<'a> {
             whole: admits(device::Device::Gpu)?,
             profiles: BTreeSet::new(),
             share: gpu.sharing.is_some() && self.share.is_some() && admits(device::Device::Share)?,
+            in_instances: BTreeMap::new(),
         };
         if let Some(geometry) = status.geometry_of(gpu) {
             for (index, profile) in geometry.profiles.iter().enumerate() {
                 if admits(device::Device::Instance(geometry, profile, None))? {
                     admitted.profiles.insert(index);
+                }
+                let Some(share) = self.share.filter(|_| gpu.sharing.is_some()) else { continue };
+                if admits(device::Device::InstanceShare(geometry, profile, None))? {
+                    // MPS takes whole percents of the instance: what is enforced is what counts.
+                    let percent = geometry.percent_of(profile, share.compute_milli);
+                    admitted.in_instances.insert(index, geometry.compute_of(profile, percent));
                 }
             }
         }
@@ -163,7 +180,8 @@ fn share_size(asked: &[(&str, i128)], ask: &Ask<'_>) -> Result<Portion, String> 
     }
     if ask.count.unwrap_or(1) != 1 {
         return Err(format!(
-            "{}: a request is for one share: the processes of a container find one MPS server only, and each GPU has its own",
+            "{}: a request is for one share: the processes of a container find one MPS server only, and each GPU or instance has its \
+             own",
             ask.path
         ));
     }

@@ -10,7 +10,7 @@ use super::decision::Decision;
 use super::entries::Changes;
 use super::gangs::{Gangs, Part};
 use super::memory::Memory;
-use super::placements;
+use super::placements::{self, Here};
 use super::snapshot::Board;
 use super::tell;
 use super::trouble::{self, Trouble, Troubled};
@@ -42,8 +42,12 @@ pub fn join(
     memory.set_superseded(placements::superseded(world, &keys));
     let mut lost: BTreeSet<String> = BTreeSet::new();
     let mut parts: BTreeMap<String, Vec<Part>> = BTreeMap::new();
+    let mut here = ("", Here::default());
     for key in &keys {
-        let mut seen = placements::look(world, memory, key);
+        if here.0 != key.node {
+            here = (&key.node, Here::of(world, &key.node));
+        }
+        let mut seen = placements::look_at(world, here.1, memory, key);
         // Until all of its gang have been looked at.
         seen.observed.held_back = seen.pod.as_deref().is_some_and(placements::waits_for_gang);
         if matches!(seen.observed.claim, protocol::Claim::Allocated { .. }) {
@@ -125,8 +129,6 @@ pub fn join(
             decision.stranded.push(pod);
         }
     }
-    for key in keys.iter().filter(|key| !lost.contains(&key.pod_uid)) {
-        memory.not_stranded(&key.pod_uid);
-    }
+    memory.only_stranded(&lost);
     joined
 }

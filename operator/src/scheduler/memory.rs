@@ -290,6 +290,13 @@ impl Memory {
         now.duration_since(since) >= STRANDED
     }
 
+    /// No other pods than these are.
+    pub fn only_stranded(&self, pod_uids: &BTreeSet<String>) {
+        let mut inner = self.lock();
+        let others = inner.pods.iter_mut().filter(|(uid, _)| !pod_uids.contains(*uid));
+        others.for_each(|(_, pod)| pod.stranded_since = None);
+    }
+
     /// The pod is not stranded.
     pub fn not_stranded(&self, pod_uid: &str) {
         if let Some(pod) = self.lock().pods.get_mut(pod_uid) {

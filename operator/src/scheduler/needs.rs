@@ -60,6 +60,10 @@ fn with(mut want: Want, (geometry, admitted): &Answer, share: Option<Portion>) -
         if let Some(portion) = share.filter(|_| admitted.share) {
             want.shares.insert((geometry, None), portion);
         }
+        for (&profile, &compute_milli) in &admitted.in_instances {
+            let of_instance = share.map(|portion| Portion { compute_milli, ..portion });
+            want.shares.extend(of_instance.map(|portion| ((geometry, Some(profile)), portion)));
+        }
     }
     want
 }
@@ -294,9 +298,9 @@ impl Reader<'_> {
             };
             // Instances and shares are known by their geometry.
             if contents.geometry.is_none() {
-                (admitted.profiles, admitted.share) = (BTreeSet::new(), false);
+                admitted = Admitted { whole: admitted.whole, ..Admitted::default() };
             }
-            let of_geometry = admitted.share || !admitted.profiles.is_empty();
+            let of_geometry = admitted.of_geometry();
             if admitted.whole || of_geometry {
                 let geometry = contents.geometry.filter(|_| of_geometry);
                 groups.entry((geometry, admitted)).or_default().insert(place);

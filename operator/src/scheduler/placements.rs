@@ -75,17 +75,60 @@ pub struct Seen {
     pub pod: Option<Arc<PodInfo>>,
     pub claim: Option<Arc<ResourceClaim>>,
     pub node: Option<Arc<GpuNode>>,
+    /// The entries of the commit record, by index.
+    pub devices: Vec<usize>,
+}
+
+impl Seen {
     /// The entries of the commit record.
-    pub devices: Vec<Partition>,
+    pub fn devices(&self) -> impl Iterator<Item = &Partition> + Clone {
+        let all = self.node.as_deref().map_or(&[][..], |node| &node.spec.partitions);
+        self.devices.iter().filter_map(|&index| all.get(index))
+    }
+}
+
+/// What there is of a node: most of what is looked at on it is found here, and not among all pods and claims.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Here<'w> {
+    pub node: Option<&'w Arc<GpuNode>>,
+    /// Pods bound there.
+    pub pods: Option<&'w Group<PodInfo>>,
+    /// Claims allocated there.
+    pub claims: Option<&'w Group<ResourceClaim>>,
+}
+
+impl<'w> Here<'w> {
+    /// What there is of the node of this name.
+    pub fn of(world: &'w World, name: &str) -> Self {
+        Self { node: world.gpu_nodes.get(name), pods: world.pods.of(name), claims: world.claims.of(name) }
+    }
+
+    fn claim(&self, world: &'w World, key: &Key) -> Option<&'w Arc<ResourceClaim>> {
+        let id = format!("{}/{}", key.namespace, key.claim);
+        self.claims.and_then(|claims| claims.get(&id)).or_else(|| world.claims.get(&id))
+    }
+
+    fn pod(&self, world: &'w World, key: &Key) -> Option<&'w Arc<PodInfo>> {
+        let id = format!("{}/{}", key.namespace, key.pod);
+        let pod = self.pods.and_then(|pods| pods.get(&id)).or_else(|| world.pods.get(&id));
+        pod.filter(|pod| pod.uid == key.pod_uid)
+    }
 }
 
 /// Looks at one placement.
 pub fn look(world: &World, memory: &Memory, key: &Key) -> Seen {
-    let node = world.gpu_nodes.get(&key.node).cloned();
-    let devices = node.as_deref().map(|node| devices_of(node, key)).unwrap_or_default();
-    let claim = world.claim(&key.namespace, &key.claim).cloned();
-    let as_planned = is_as_planned(claim.as_deref(), node.as_deref(), key, &devices);
-    let pod = consumer(world, key, claim.as_deref().filter(|_| as_planned || devices.is_empty()));
+    look_at(world, Here::of(world, &key.node), memory, key)
+}
+
+/// The same. `here`: what there is of its node.
+pub fn look_at(world: &World, here: Here<'_>, memory: &Memory, key: &Key) -> Seen {
+    let node = here.node.cloned();
+    let entries = node.as_deref().map_or(&[][..], |node| &node.spec.partitions);
+    let devices: Vec<usize> = (0..entries.len()).filter(|&index| owns(key, &entries[index].owner)).collect();
+    let there = || devices.iter().map(|&index| &entries[index]);
+    let claim = here.claim(world, key).cloned();
+    let as_planned = is_as_planned(claim.as_deref(), node.as_deref(), key, there());
+    let pod = consumer(world, here, key, claim.as_deref().filter(|_| as_planned || devices.is_empty()));
     let ours = pod.as_deref().map_or_else(
         || claim.as_deref().is_some_and(|claim| claims::owner_uid(claim) == Some(&key.pod_uid)),
         |pod| pod.own_claim() == Some(&key.claim),
@@ -108,8 +151,8 @@ pub fn look(world: &World, memory: &Memory, key: &Key) -> Seen {
     let entry = (!devices.is_empty()).then(|| {
         let status = node.as_deref().and_then(|node| node.status.as_ref());
         protocol::Entry {
-            ready: status.is_some_and(|status| devices.iter().all(|d| ready(status, d, &reference))),
-            in_use: status.is_some_and(|status| devices.iter().any(|d| in_use(status, d))),
+            ready: status.is_some_and(|status| there().all(|device| ready(status, device, &reference))),
+            in_use: status.is_some_and(|status| there().any(|device| in_use(status, device))),
         }
     });
     let observed = Observed {
@@ -150,27 +193,24 @@ pub fn owns(key: &Key, owner: &Owner) -> bool {
 }
 
 /// Whether the claim is allocated to exactly the entries of the placement.
-fn is_as_planned(
+fn is_as_planned<'d>(
     claim: Option<&ResourceClaim>,
     node: Option<&GpuNode>,
     key: &Key,
-    devices: &[Partition],
+    devices: impl Iterator<Item = &'d Partition> + Clone,
 ) -> bool {
     let Some(allocation) = claim.and_then(claims::allocation) else { return false };
-    let there = claims::given(allocation);
-    let on_node = claims::node_of(allocation).as_deref() == Some(&key.node);
-    on_node
-        && match node.and_then(|node| claims::expected(node, devices)) {
-            Some(expected) => expected == there,
+    claims::pool(allocation) == Some(&key.node)
+        && node.and_then(|node| claims::gives(allocation, node, devices.clone())).unwrap_or_else(|| {
             // The GPU is out of the report: nothing says that the allocation is another.
-            None => there.len() == devices.len(),
-        }
+            claims::given(allocation).len() == devices.count()
+        })
 }
 
 /// The pod for which the placement is kept: the one that it was made for, or, if that is over, another that shares the
 /// claim. `claim` only if its allocation is this placement's: a pod that has got another place with it is none of it.
-fn consumer(world: &World, key: &Key, claim: Option<&ResourceClaim>) -> Option<Arc<PodInfo>> {
-    let first = world.pod(&key.namespace, &key.pod, &key.pod_uid);
+fn consumer(world: &World, here: Here<'_>, key: &Key, claim: Option<&ResourceClaim>) -> Option<Arc<PodInfo>> {
+    let first = here.pod(world, key);
     if first.is_some_and(|pod| !pod.done) {
         return first.cloned();
     }

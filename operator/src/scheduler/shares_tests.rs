@@ -233,3 +233,138 @@ fn a_pod_that_has_the_hosts_processes_gets_no_share() {
     let told = said(&decide_now(&world), "p");
     assert!(told.starts_with("BadClaim: spec.hostPID"), "{told}");
 }
+
+/// One GPU in MIG mode whose instances of 3g may carry shares; the GPU itself may not.
+fn sharing_instances(reserve: &str) -> World {
+    let shares = json!({"instances": ["3g.*"], "isolation": "Process", "memoryReserve": reserve});
+    let mut world = sharing(1, shares);
+    world.replace_gpu_node(
+        |node| {
+            let gpu = &mut node.status.as_mut().unwrap().gpus[0];
+            gpu.mig.enabled = true;
+            gpu.sharing.as_mut().unwrap().isolation = Isolation::Process;
+        },
+        "n0",
+    );
+    world
+}
+
+fn places(world: &World) -> Vec<String> {
+    let text = |entry: &Partition| {
+        let Owner::Claim(owner) = &entry.owner else { return "not a pod's".to_owned() };
+        let instance = entry.instance.as_ref();
+        let at = instance.map(|wanted| format!("{}@{}", wanted.profile, wanted.placement.start));
+        let share = entry.share.as_ref().map(|share| format!(" {} milli", share.compute_milli));
+        format!("{} {}{}", owner.pod, at.unwrap_or_default(), share.unwrap_or_default())
+    };
+    let mut all: Vec<String> = entries(world).iter().map(text).collect();
+    all.sort();
+    all
+}
+
+#[test]
+fn shares_meet_in_an_instance_that_is_made_for_them_beside_one_that_is_a_pods_alone() {
+    let mut world = sharing_instances("1Gi");
+    // An instance of 3g has 32 GiB here and 42 of 98 multiprocessors, 42.857 % of the GPU.
+    for (name, gib, percent) in [("a", 8, 10), ("b", 10, 15), ("c", 12, 17)] {
+        world = world.with_pod(sharing_pod(name, gib, percent));
+    }
+    world = world.with_pod(gated_pod("whole", "nvidia.com/mig-4g.40gb", json!({})));
+    commit(&mut world);
+    // 24, 35 and 40 % of the instance, in thousandths of a percent of the GPU.
+    let there = ["a 3g.40gb@4 10285 milli", "b 3g.40gb@4 15000 milli", "c 3g.40gb@4 17142 milli"];
+    assert_eq!(places(&world), [&there[..], &["whole 4g.40gb@0"]].concat());
+    assert!(
+        entries(&world)
+            .iter()
+            .filter_map(|entry| entry.share.as_ref())
+            .all(|share| { share.isolation == Isolation::Process && share.id.len() == 36 })
+    );
+    assert_eq!(world.gpu_nodes.get("n0").unwrap().spec.gpus[0].mig, DesiredMig::Enabled);
+    // Of the instance's memory 1 GiB is left beside the reserve, and of its compute 1 % of it.
+    world = world.with_pod(sharing_pod("late", 1, 1));
+    let told = said(&decide_now(&world), "late");
+    assert!(told.starts_with("NoRoom: needs a share of 1Gi and 1 %"), "{told}");
+    // As an allocation says it, and back.
+    let node = world.gpu_nodes.get("n0").unwrap().clone();
+    for entry in entries(&world) {
+        let claim = claim("c", json!({}));
+        let devices = [entry.clone()];
+        let allocation = claims::allocate(&claim, &node, &devices, k8s_openapi::jiff::Timestamp::UNIX_EPOCH);
+        let allocation = allocation.unwrap();
+        let result = claims::results(&allocation).next().unwrap();
+        let device = if entry.share.is_some() { "gpu-0-mig-9-4-share" } else { "gpu-0-mig-5-0" };
+        assert_eq!(result.device, device);
+        assert_eq!(claims::partition_of(&node, result, entry.owner.clone()), Some(entry));
+    }
+}
+
+#[test]
+fn an_instance_is_one_pods_or_carries_shares() {
+    // What exists and is free carries shares; what is a pod's does not.
+    let mut world = sharing_instances("0").with_pod(gated_pod("whole", "nvidia.com/mig-3g.40gb", json!({})));
+    commit(&mut world);
+    for name in ["a", "b"] {
+        world = world.with_pod(sharing_pod(name, 16, 20));
+    }
+    commit(&mut world);
+    let start = |pod: &str| places(&world).iter().find(|place| place.starts_with(pod)).unwrap().clone();
+    assert_eq!(start("a ").split(' ').nth(1), start("b ").split(' ').nth(1));
+    assert_ne!(start("a ").split(' ').nth(1), start("whole").split(' ').nth(1));
+    let world = world.with_pod(gated_pod("second", "nvidia.com/mig-3g.40gb", json!({})));
+    assert!(decide_now(&world).specs.is_empty(), "the other one carries shares");
+}
+
+#[test]
+fn whoever_demands_the_driver_gets_no_share_of_an_instance() {
+    let mut pod = sharing_pod("p", 10, 10);
+    if let Some(Ok(original)) = pod.detail.as_mut().and_then(|detail| detail.original.as_mut()) {
+        original.isolation = Some(Isolation::Driver);
+    }
+    let mut world = sharing_instances("1Gi").with_pod(pod);
+    commit(&mut world);
+    assert!(places(&world).is_empty(), "{:?}", places(&world));
+    // Nor is there any where the policy does not name the profile.
+    let mut none = sharing_instances("1Gi").with_pod(sharing_pod("p", 10, 10));
+    let mut policy = policy(
+        "all",
+        json!({"mig": {"mode": "Dynamic"},
+        "shares": {"instances": ["7g.*"], "isolation": "Process"}}),
+    );
+    policy.metadata.resource_version = Some("3".into());
+    none.policies.watch_applied(policy);
+    commit(&mut none);
+    assert_eq!(places(&none), ["p 7g.80gb@0 10000 milli"]);
+}
+
+#[test]
+fn what_is_left_of_shares_in_an_instance_keeps_it_from_others() {
+    let mut world = sharing_instances("0");
+    world.replace_gpu_node(
+        |node| {
+            let gpu = &mut node.status.as_mut().unwrap().gpus[0];
+            gpu.instances = vec![crate::testing::instance("3g.40gb", 0)];
+            gpu.shares = vec![Share {
+                id: "left".into(),
+                placement: Some(gpu.instances[0].placement),
+                memory_bytes: 22 << 30,
+                compute_percent: 50,
+                processes: 1,
+                ..Share::default()
+            }];
+        },
+        "n0",
+    );
+    let mut world = world.with_pod(gated_pod("whole", "nvidia.com/mig-4g.40gb", json!({})));
+    commit(&mut world);
+    assert!(places(&world).is_empty(), "its only place is in use");
+    for (name, gib) in [("fits", 10), ("large", 11)] {
+        world = world.with_pod(sharing_pod(name, gib, 10));
+        commit(&mut world);
+    }
+    assert_eq!(
+        places(&world),
+        ["fits 3g.40gb@0 10285 milli", "large 3g.40gb@4 10285 milli"],
+        "10 GiB of it are free"
+    );
+}

@@ -4,13 +4,13 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use kerf_crds::conditions::{self, problem_reason};
-use kerf_crds::gpu_node::{self, GpuNodeStatus, Owner, Partition, PolicyInstance, Reservation};
+use kerf_crds::gpu_node::{self, GpuNodeStatus, Isolation, Owner, Partition, PolicyInstance, Reservation};
 use kerf_crds::partition_policy::{MigMode, ModeSwitch, PlacementStrategy, SharesMode};
 use kerf_crds::{GpuNode, PartitionPolicy};
 use kerf_planner::plan::Placement;
 use kerf_planner::snapshot::{
-    Capability, Engines, Geometry, GeometryIndex, Gpu, Instance, InstanceState, Node, Portion, Profile,
-    Snapshot, Strategy, TakenShare,
+    Capability, Carrier, Engines, Geometry, GeometryIndex, Gpu, Instance, InstanceState, Node, Portion,
+    Profile, Snapshot, Strategy, TakenShare,
 };
 use kube::ResourceExt;
 
@@ -121,12 +121,12 @@ pub fn note_given(board: &mut Board, pod: &PodInfo, placement: &Placement) {
     let node = &mut board.snapshot.nodes[placement.node];
     for device in &placement.devices {
         let gpu = &mut node.gpus[device.gpu];
+        let carried = gpu.carrying().any(|carrier| Some(carrier) == device.carrier());
         if let Some(portion) = device.share {
-            let instance = device.instance.map(|planned| (planned.profile, planned.start));
-            gpu.shares.push(TakenShare { instance, portion });
+            gpu.shares.push(TakenShare { instance: device.carrier(), portion });
         }
-        let Some(planned) = device.instance else {
-            gpu.taken_whole |= device.share.is_none();
+        let Some(planned) = device.instance.filter(|_| !carried) else {
+            gpu.taken_whole |= device.instance.is_none() && device.share.is_none();
             continue;
         };
         let geometry = gpu.geometry.and_then(|index| board.snapshot.geometries.get(index));
@@ -215,7 +215,7 @@ pub(super) fn node(
     match kubernetes {
         Some(node) => Node {
             name: name.to_owned(),
-            labels: node.labels.clone(),
+            labels: Arc::clone(&node.labels),
             taints: node.taints.clone(),
             unschedulable: node.unschedulable,
             ready: node.ready && !node.deleting && follows,
@@ -251,8 +251,9 @@ fn gpu(
     };
     let (mig, whole, shared) = policy
         .map_or((Capability::No, Capability::No, Capability::No), |policy| capabilities(observed, policy));
-    let room = policy.and_then(|policy| share_room(observed, policy));
-    let shares = shares(observed, &partitions);
+    let reported = gpu_node.status.as_ref().and_then(|status| status.geometry_of(observed));
+    let room = policy.map(|policy| share_room(observed, reported, policy, &allowed)).unwrap_or_default();
+    let shares = shares(observed, &partitions, reported);
     Gpu {
         uuid: observed.uuid.clone(),
         closed: closed(observed, matched),
@@ -270,8 +271,8 @@ fn gpu(
             || !observed.claims.is_empty()
             || (!observed.mig.enabled && observed.processes > 0 && shares.is_empty()),
         geometry: index,
-        shared: if room.is_some() { shared } else { Capability::No },
-        share_room: room.map(|room| (None, room)).into_iter().collect(),
+        shared: if room.contains_key(&None) { shared } else { Capability::No },
+        share_room: room,
         equal_shares: observed.sharing.as_ref().is_some_and(|sharing| sharing.equal_sizes),
         shares,
     }
@@ -282,34 +283,73 @@ fn uncut(observed: &gpu_node::Gpu) -> Geometry {
     Geometry { name: observed.product.clone(), ..Geometry::default() }
 }
 
-/// What all shares of the GPU itself may have together; `None`: it is to carry none.
-fn share_room(observed: &gpu_node::Gpu, policy: &PartitionPolicy) -> Option<Portion> {
-    let (sharing, shares) = (observed.sharing.as_ref()?, &policy.spec.shares);
-    let allowed = shares.gpus == SharesMode::Allow && sharing.isolation >= shares.isolation;
+/// What all shares of one carrier may have together: of the GPU itself, and of instances of each of the allowed profiles
+/// that may carry some.
+fn share_room(
+    observed: &gpu_node::Gpu,
+    cut: Option<&gpu_node::Geometry>,
+    policy: &PartitionPolicy,
+    allowed: &BTreeSet<usize>,
+) -> BTreeMap<Carrier, Portion> {
+    let shares = &policy.spec.shares;
     // What is no quantity was refused when the policy was written: then nothing can be promised.
-    let reserve = quantity::milli(&shares.memory_reserve)?.max(0) / 1000;
-    allowed.then(|| Portion {
-        memory_bytes: observed.memory_bytes.saturating_sub(u64::try_from(reserve).unwrap_or(u64::MAX)),
-        compute_milli: u64::from(shares.compute_percent) * 1000,
+    let reserve =
+        quantity::milli(&shares.memory_reserve).and_then(|milli| u64::try_from(milli.max(0) / 1000).ok());
+    let (Some(sharing), Some(reserve)) = (&observed.sharing, reserve) else { return BTreeMap::new() };
+    let room = |memory_bytes: u64, compute_milli| Portion {
+        memory_bytes: memory_bytes.saturating_sub(reserve),
+        compute_milli,
         clients: shares.max_per_gpu.min(sharing.max_clients),
-    })
+    };
+    let itself = shares.gpus == SharesMode::Allow && sharing.isolation >= shares.isolation;
+    let itself =
+        itself.then(|| (None, room(observed.memory_bytes, u64::from(shares.compute_percent) * 1000)));
+    let cut = cut.filter(|_| shares.isolation == Isolation::Process);
+    let profiles = cut.into_iter().flat_map(|geometry| geometry.profiles.iter().enumerate());
+    let carries = |name: &str| shares.instances.iter().any(|pattern| pattern.matches_profile(name));
+    let instances = profiles
+        .filter(|(index, profile)| allowed.contains(index) && carries(&profile.name))
+        .filter_map(|(index, profile)| {
+            let compute = cut?.compute_of(profile, shares.compute_percent.into());
+            Some((Some(index), room(profile.memory_bytes, compute)))
+        });
+    itself.into_iter().chain(instances).collect()
 }
 
 /// The shares on a GPU: those on record, and those that are still in use.
-fn shares(observed: &gpu_node::Gpu, partitions: &[&Partition]) -> Vec<TakenShare> {
-    let portion = |memory_bytes, compute_milli| TakenShare {
-        instance: None,
+fn shares(
+    observed: &gpu_node::Gpu,
+    partitions: &[&Partition],
+    cut: Option<&gpu_node::Geometry>,
+) -> Vec<TakenShare> {
+    let profile = |name: &str| {
+        let profiles = cut.into_iter().flat_map(|geometry| geometry.profiles.iter().enumerate());
+        profiles.into_iter().find(|(_, profile)| kerf_crds::profile::same(&profile.name, name))
+    };
+    let taken = |instance, memory_bytes, compute_milli| TakenShare {
+        instance,
         portion: Portion { memory_bytes, compute_milli, clients: 1 },
     };
-    let on_record =
-        partitions.iter().filter(|one| one.instance.is_none()).filter_map(|one| one.share.as_ref());
-    let known: BTreeSet<&str> = on_record.clone().map(|share| share.id.as_str()).collect();
-    let left = observed.shares.iter().filter(|share| share.placement.is_none() && share.in_use());
-    let left = left.filter(|share| !known.contains(share.id.as_str()));
-    on_record
-        .map(|share| portion(share.memory_bytes, share.compute_milli.into()))
-        .chain(left.map(|share| portion(share.memory_bytes, u64::from(share.compute_percent) * 1000)))
-        .collect()
+    let on_record = partitions.iter().filter_map(|one| Some((one.instance.as_ref(), one.share.as_ref()?)));
+    let known: BTreeSet<&str> = on_record.clone().map(|(_, share)| share.id.as_str()).collect();
+    let left = observed.shares.iter().filter(|share| share.in_use() && !known.contains(share.id.as_str()));
+    let on_record = on_record.filter_map(|(wanted, share)| {
+        let instance = match wanted {
+            None => None,
+            Some(wanted) => Some((profile(&wanted.profile)?.0, wanted.placement.start)),
+        };
+        Some(taken(instance, share.memory_bytes, share.compute_milli.into()))
+    });
+    let left = left.filter_map(|share| {
+        let percent = share.compute_percent.into();
+        let Some(place) = share.placement else {
+            return Some(taken(None, share.memory_bytes, percent * 1000));
+        };
+        let instance = observed.instances.iter().find(|instance| instance.placement == place)?;
+        let (index, profile) = profile(&instance.profile)?;
+        Some(taken(Some((index, place.start)), share.memory_bytes, cut?.compute_of(profile, percent)))
+    });
+    on_record.chain(left).collect()
 }
 
 /// The geometries of a node by name, each converted once for all of its GPUs.
@@ -331,12 +371,17 @@ fn geometries_of<'a>(
 /// The geometries that a node reports, in their order, then what stands for those of its other GPUs that can be shared.
 pub fn reported(status: &GpuNodeStatus) -> Vec<Geometry> {
     let mut all: Vec<Geometry> = status.geometries.iter().map(convert).collect();
-    for observed in &status.gpus {
-        if observed.geometry.is_none() && observed.sharing.is_some() && !all.contains(&uncut(observed)) {
-            all.push(uncut(observed));
+    for uncut in all_uncut(status) {
+        if !all.contains(&uncut) {
+            all.push(uncut);
         }
     }
     all
+}
+
+/// What stands for the geometries of GPUs that cannot be cut and can be shared.
+pub(super) fn all_uncut(status: &GpuNodeStatus) -> impl Iterator<Item = Geometry> {
+    status.gpus.iter().filter(|gpu| gpu.geometry.is_none() && gpu.sharing.is_some()).map(uncut)
 }
 
 /// Whether the node's daemon sees its hardware and follows the spec.
@@ -433,6 +478,8 @@ fn instances(
     let profile = |name: &str| {
         geometry?.profiles.iter().position(|profile| kerf_crds::profile::same(&profile.name, name))
     };
+    let carries =
+        |place| observed.shares.iter().any(|share| share.placement == Some(place) && share.in_use());
     let state = |owner: &Owner| match owner {
         Owner::Claim(_) | Owner::Reservation(_) => InstanceState::Taken,
         Owner::Policy(owner) => match owner.kind {
@@ -456,7 +503,11 @@ fn instances(
         }
         let state = match entry {
             // A failed one that can be spared is gone from the report as soon as nobody uses it: the daemon takes it down.
-            _ if instance.foreign || instance.in_use() || instance.unhealthy.is_some() => {
+            _ if instance.foreign
+                || instance.in_use()
+                || carries(instance.placement)
+                || instance.unhealthy.is_some() =>
+            {
                 InstanceState::Taken
             }
             Some(entry) => state(&partitions[entry].owner),

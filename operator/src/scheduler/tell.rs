@@ -180,7 +180,7 @@ pub fn still_waits(seen: &Seen) -> bool {
 fn making(seen: &Seen) -> Sentence {
     let name = seen.node.as_ref().map(|node| node.name_any()).unwrap_or_default();
     let status = seen.node.as_ref().and_then(|node| node.status.as_ref());
-    let problem = seen.devices.iter().find_map(|device| {
+    let problem = seen.devices().find_map(|device| {
         let gpu = status?.gpus.iter().find(|gpu| gpu.uuid == device.gpu)?;
         let of_share = device.share.as_ref().and_then(|wanted| {
             gpu.shares.iter().find(|share| share.id == wanted.id).and_then(|share| share.problem.as_ref())
@@ -223,7 +223,7 @@ pub fn list(seen: &Seen) -> String {
             ),
         }
     };
-    seen.devices.iter().map(one).collect::<Vec<_>>().join(", ")
+    seen.devices().map(one).collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]

@@ -52,7 +52,7 @@ pub fn of(board: &Board, seen: &Seen, key: &Key) -> Option<Trouble> {
     let node = &board.snapshot.nodes[index];
     let status = board.status(index)?;
     let ready = seen.observed.entry.as_ref().is_some_and(|entry| entry.ready);
-    for device in &seen.devices {
+    for device in seen.devices() {
         let Some(gpu) = status.gpus.iter().position(|gpu| gpu.uuid == device.gpu) else {
             return Some(Trouble::Hopeless);
         };

@@ -3,21 +3,21 @@
 //! A view is a function of the objects in [`From`], of the policies' specs and of the classes, and is made anew as soon
 //! as one of them is another object than the one that it was made from. Nothing is counted up or down.
 
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
 use std::iter::Peekable;
 use std::sync::Arc;
 
 use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
-use kerf_crds::gpu_node::{Owner, Partition, Sharing};
+use kerf_crds::gpu_node::{self, Gpu, GpuNodeStatus, Owner, Partition, Sharing};
 use kerf_crds::{GpuNode, PartitionPolicy};
 use kerf_planner::protocol::{Step, Waiting, next};
 use kerf_planner::snapshot::{Geometry, GeometryIndex, GpuIndex, Node};
 
 use super::claims;
 use super::memory::Memory;
-use super::placements::{self, Key};
+use super::placements::{self, Here, Key};
 use super::requests;
 use super::snapshot;
 use super::tell;
@@ -48,9 +48,9 @@ fn same<T>(a: Option<&Arc<T>>, b: Option<&Arc<T>>) -> bool {
 
 impl From {
     fn is(&self, world: &World, now: &Now<'_>) -> bool {
-        same(self.gpu_node.as_ref(), now.gpu_node)
-            && same(self.pods.as_ref(), now.pods)
-            && same(self.claims.as_ref(), now.claims)
+        same(self.gpu_node.as_ref(), now.here.node)
+            && same(self.pods.as_ref(), now.here.pods)
+            && same(self.claims.as_ref(), now.here.claims)
             && same(self.node.as_ref(), now.node)
             && self.others.iter().all(|(key, claim)| same(claim.as_ref(), world.claims.get(key)))
     }
@@ -59,10 +59,8 @@ impl From {
 /// The same as they are now.
 struct Now<'w> {
     name: &'w str,
-    gpu_node: Option<&'w Arc<GpuNode>>,
+    here: Here<'w>,
     node: Option<&'w Arc<NodeInfo>>,
-    pods: Option<&'w Group<PodInfo>>,
-    claims: Option<&'w Group<ResourceClaim>>,
 }
 
 /// What is worked out of a node.
@@ -78,8 +76,6 @@ pub struct View {
     /// Some reservation is on record.
     pub reserved: bool,
     settled: bool,
-    /// The join has seen it since it settled.
-    seen: Cell<bool>,
     /// For these warm instances, and no placement that comes or goes, its spec is as it is to be; and what stands in the
     /// way of the policies.
     pub composed: RefCell<Option<(Vec<Partition>, Problems)>>,
@@ -118,6 +114,8 @@ pub struct Views {
     classes: Vec<Arc<DeviceClass>>,
     /// Every geometry that has been met.
     met: Vec<Geometry>,
+    /// What nodes have reported of geometries, and the number in `met`: most report what another has.
+    reports: Vec<(gpu_node::Geometry, usize)>,
     /// Those that are there, in the order in which nodes report them; numbers in `met`.
     order: Vec<usize>,
     matches: Arc<Matches>,
@@ -126,10 +124,10 @@ pub struct Views {
 }
 
 /// What selectors can tell GPUs apart by, the single GPU aside.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 struct Kind {
     product: String,
-    geometry: Option<kerf_crds::gpu_node::Geometry>,
+    geometry: Option<gpu_node::Geometry>,
     memory: u64,
     driver: String,
     cuda: String,
@@ -137,16 +135,23 @@ struct Kind {
 }
 
 impl Kind {
-    fn of(node: Option<&Arc<GpuNode>>, gpu: &kerf_crds::gpu_node::Gpu) -> Self {
-        let status = node.and_then(|node| node.status.as_ref());
+    fn of(status: &GpuNodeStatus, gpu: &Gpu) -> Self {
         Self {
             product: gpu.product.clone(),
-            geometry: status.and_then(|status| status.geometry_of(gpu)).cloned(),
+            geometry: status.geometry_of(gpu).cloned(),
             memory: gpu.memory_bytes,
             sharing: gpu.sharing.clone(),
-            driver: status.map(|status| status.driver_version.clone()).unwrap_or_default(),
-            cuda: status.map(|status| status.cuda_version.clone()).unwrap_or_default(),
+            driver: status.driver_version.clone(),
+            cuda: status.cuda_version.clone(),
         }
+    }
+
+    /// Whether it is that of the GPU.
+    fn is_of(&self, status: &GpuNodeStatus, gpu: &Gpu) -> bool {
+        let Self { product, geometry, memory, driver, cuda, sharing } = self;
+        (product, *memory, driver, cuda, sharing)
+            == (&gpu.product, gpu.memory_bytes, &status.driver_version, &status.cuda_version, &gpu.sharing)
+            && geometry.as_ref() == status.geometry_of(gpu)
     }
 }
 
@@ -212,13 +217,12 @@ impl Views {
                 claims.peek().map(|(name, _)| *name),
             ];
             let Some(name) = names.into_iter().flatten().min() else { break };
-            let now = Now {
-                name,
-                gpu_node: gpu_nodes.next_if(|(other, _)| *other == name).map(|(_, node)| node),
+            let here = Here {
+                node: gpu_nodes.next_if(|(other, _)| *other == name).map(|(_, node)| node),
                 pods: pods.next_if(|(other, _)| *other == name).map(|(_, group)| group),
                 claims: claims.next_if(|(other, _)| *other == name).map(|(_, group)| group),
-                node: nodes.at(name),
             };
+            let now = Now { name, here, node: nodes.at(name) };
             let mut view = None;
             while let Some(old) = known.next_if(|old| old.name.as_str() <= name) {
                 match old.name.as_str().cmp(name) {
@@ -244,15 +248,16 @@ impl Views {
     }
 
     fn make(&mut self, world: &World, now: &Now<'_>, matcher: &Matcher<'_>) -> View {
+        let here = now.here;
         let mut from = From {
-            gpu_node: now.gpu_node.cloned(),
+            gpu_node: here.node.cloned(),
             node: now.node.cloned(),
-            pods: now.pods.cloned(),
-            claims: now.claims.cloned(),
+            pods: here.pods.cloned(),
+            claims: here.claims.cloned(),
             others: Vec::new(),
         };
         let settled = is_settled(world, now, &mut from.others);
-        let matches = now.gpu_node.map(|node| matcher.node(node, now.node.map(|node| &**node)));
+        let matches = here.node.map(|node| matcher.node(node, now.node.map(|node| &**node)));
         match &matches {
             Some(matches) => {
                 Arc::make_mut(&mut self.matches).insert(now.name.to_owned(), Arc::clone(matches));
@@ -262,27 +267,10 @@ impl Views {
             }
             None => {}
         }
-        let status = now.gpu_node.and_then(|node| node.status.as_ref());
-        let reported = status.into_iter().flat_map(snapshot::reported);
-        let geometries = reported.map(|geometry| {
-            self.met.iter().position(|known| *known == geometry).unwrap_or_else(|| {
-                self.met.push(geometry);
-                self.met.len() - 1
-            })
-        });
-        let geometries = geometries.collect();
-        let mut kinds: Vec<(usize, GpuIndex)> = Vec::new();
-        for (index, gpu) in status.iter().flat_map(|status| &status.gpus).enumerate() {
-            let kind = Kind::of(now.gpu_node, gpu);
-            let number = self.kinds.iter().position(|known| *known == kind).unwrap_or_else(|| {
-                self.kinds.push(kind);
-                self.kinds.len() - 1
-            });
-            if !kinds.iter().any(|(known, _)| *known == number) {
-                kinds.push((number, index));
-            }
-        }
-        let mut entries = now.gpu_node.into_iter().flat_map(|node| &node.spec.partitions);
+        let status = here.node.and_then(|node| node.status.as_ref());
+        let geometries = status.map(|status| self.geometries_of(status)).unwrap_or_default();
+        let kinds = status.map(|status| self.kinds_of(status)).unwrap_or_default();
+        let mut entries = here.node.into_iter().flat_map(|node| &node.spec.partitions);
         View {
             name: now.name.to_owned(),
             matches: matches.unwrap_or_default(),
@@ -290,11 +278,59 @@ impl Views {
             contents: None,
             reserved: entries.any(|entry| matches!(entry.owner, Owner::Reservation(_))),
             settled,
-            seen: Cell::new(false),
             composed: RefCell::default(),
             kinds,
             from,
         }
+    }
+
+    /// Numbers in `met` of what a node reports, in the order of [`snapshot::reported`].
+    fn geometries_of(&mut self, status: &GpuNodeStatus) -> Vec<usize> {
+        let mut numbers = Vec::with_capacity(status.geometries.len());
+        for reported in &status.geometries {
+            let known = self.reports.iter().find(|(known, _)| known == reported).map(|(_, number)| *number);
+            numbers.push(known.unwrap_or_else(|| {
+                let number = self.number(snapshot::convert(reported));
+                self.reports.push((reported.clone(), number));
+                number
+            }));
+        }
+        for uncut in snapshot::all_uncut(status) {
+            let number = self.number(uncut);
+            if !numbers.contains(&number) {
+                numbers.push(number);
+            }
+        }
+        numbers
+    }
+
+    fn number(&mut self, geometry: Geometry) -> usize {
+        self.met.iter().position(|known| *known == geometry).unwrap_or_else(|| {
+            self.met.push(geometry);
+            self.met.len() - 1
+        })
+    }
+
+    /// One GPU of each kind on a node, and the number of the kind.
+    fn kinds_of(&mut self, status: &GpuNodeStatus) -> Vec<(usize, GpuIndex)> {
+        let mut kinds: Vec<(usize, GpuIndex)> = Vec::new();
+        let alike = |a: &Gpu, b: &Gpu| {
+            (&a.product, &a.geometry, a.memory_bytes, &a.sharing)
+                == (&b.product, &b.geometry, b.memory_bytes, &b.sharing)
+        };
+        for (index, gpu) in status.gpus.iter().enumerate() {
+            if kinds.iter().any(|&(_, other)| alike(&status.gpus[other], gpu)) {
+                continue;
+            }
+            let number = self.kinds.iter().position(|kind| kind.is_of(status, gpu)).unwrap_or_else(|| {
+                self.kinds.push(Kind::of(status, gpu));
+                self.kinds.len() - 1
+            });
+            if !kinds.iter().any(|(known, _)| *known == number) {
+                kinds.push((number, index));
+            }
+        }
+        kinds
     }
 
     /// Numbers geometries in the order in which nodes report them, as a look at all of them would, and makes the nodes
@@ -355,19 +391,17 @@ impl Views {
         view.make_contents(geometries, &here, binds).map(Arc::new).unwrap_or_default()
     }
 
-    /// Placements that have a step before them, or may have. A node whose placements all run is seen once and then left
-    /// alone until something there changes.
+    /// Placements that have a step before them, or may have: those of nodes on which not all run.
     pub fn to_look_at(&self, world: &World) -> (BTreeSet<Key>, Vec<&View>) {
         let (mut keys, mut looked_at) = (BTreeSet::new(), Vec::new());
         // Where the pod is bound that also has a record elsewhere: only both together show which counts.
         let mut elsewhere: BTreeSet<String> = BTreeSet::new();
-        for view in self.all.iter().filter(|view| !view.settled || !view.seen.get()) {
+        for view in self.all.iter().filter(|view| !view.settled) {
             for key in view.keys() {
                 let pod = world.pod(&key.namespace, &key.pod, &key.pod_uid);
                 elsewhere.extend(pod.and_then(|pod| pod.node.clone()).filter(|node| *node != key.node));
                 keys.insert(key);
             }
-            view.seen.set(true);
             looked_at.push(view);
         }
         for name in elsewhere {
@@ -407,13 +441,13 @@ impl View {
 /// Whether no placement on the node has a step before it, and every pod bound there has what it was bound for, as long as
 /// the objects that a view is made from stay as they are. `others`: claims of those pods that are not allocated there.
 fn is_settled(world: &World, now: &Now<'_>, others: &mut Vec<(String, Option<Arc<ResourceClaim>>)>) -> bool {
-    let pods = now.pods.into_iter().flat_map(|pods| pods.values());
+    let pods = now.here.pods.into_iter().flat_map(|pods| pods.values());
     for pod in pods.filter(|pod| pod.detail.is_some() && !pod.done && !pod.deleting) {
         for name in
             pod.detail.iter().flat_map(|detail| &detail.claims).filter_map(|claim| claim.claim.as_ref())
         {
             let key = format!("{}/{name}", pod.namespace);
-            if now.claims.is_some_and(|claims| claims.contains_key(&key)) {
+            if now.here.claims.is_some_and(|claims| claims.contains_key(&key)) {
                 continue;
             }
             let claim = world.claims.get(&key).cloned();
@@ -429,11 +463,11 @@ fn is_settled(world: &World, now: &Now<'_>, others: &mut Vec<(String, Option<Arc
     }
     let nothing = Memory::default();
     let runs = |key: &Key| {
-        let seen = placements::look(world, &nothing, key);
+        let seen = placements::look_at(world, now.here, &nothing, key);
         let its_own = seen.pod.as_ref().is_some_and(|pod| pod.uid == key.pod_uid);
         its_own && next(&seen.observed) == Step::Wait(Waiting::Running) && !tell::still_waits(&seen)
     };
-    placements::of_node(now.name, now.gpu_node.map(|node| &**node), now.claims).iter().all(runs)
+    placements::of_node(now.name, now.here.node.map(|node| &**node), now.here.claims).iter().all(runs)
 }
 
 #[cfg(test)]

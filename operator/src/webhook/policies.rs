@@ -65,6 +65,12 @@ fn check_shares(spec: &PartitionPolicySpec, denials: &mut Vec<Denial>) {
             "GPUs of a static layout are always cut, so they carry no shares; take mode Dynamic or Off, or Never here",
         ));
     }
+    if !shares.instances.is_empty() && spec.mig.mode == MigMode::Off {
+        denials.push(Denial::invalid(
+            field("instances"),
+            "with mig.mode Off there are no instances to carry shares; take mode Dynamic or Static, or leave this out",
+        ));
+    }
     if shares.isolation == Isolation::Hardware {
         denials.push(Denial::invalid(
             field("isolation"),

@@ -197,6 +197,10 @@ fn shares_that_can_never_be_are_refused() {
     assert!(field(allow.clone(), MigMode::Dynamic).is_empty());
     assert!(field(allow.clone(), MigMode::Off).is_empty());
     assert_eq!(field(allow, MigMode::Static), ["spec.shares.gpus"]);
+    let inside = serde_json::json!({"instances": ["3g.*"], "isolation": "Process"});
+    assert!(field(inside.clone(), MigMode::Dynamic).is_empty());
+    assert!(field(inside.clone(), MigMode::Static).is_empty());
+    assert_eq!(field(inside, MigMode::Off), ["spec.shares.instances"]);
     let nonsense = serde_json::json!({"memoryReserve": "some", "isolation": "Hardware"});
     assert_eq!(field(nonsense, MigMode::Dynamic), ["spec.shares.isolation", "spec.shares.memoryReserve"]);
 }

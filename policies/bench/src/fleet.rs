@@ -1,5 +1,6 @@
 //! Clusters to plan for.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use anyhow::{Context as _, Result};
@@ -158,7 +159,7 @@ pub fn large(nodes: usize, geometries: &[Geometry]) -> Snapshot {
         Node {
             gpus: (0..8).map(|g| gpu(n, g, index, &geometries[index])).collect(),
             taints: n.is_multiple_of(10).then_some(taint).into_iter().collect(),
-            labels: [("zone".to_owned(), ["a", "b", "c"][n / 3 % 3].to_owned())].into(),
+            labels: BTreeMap::from([("zone".to_owned(), ["a", "b", "c"][n / 3 % 3].to_owned())]).into(),
             ..plain_node(n)
         }
     };

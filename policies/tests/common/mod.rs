@@ -339,7 +339,8 @@ pub fn random_cluster(dice: &mut Dice, nodes: usize, gpus: usize, geometries: &[
         node.ready = !dice.percent(5);
         node.unschedulable = dice.percent(5);
         node.free_milli.insert("cpu".into(), dice.below(9) as i128 * 1000);
-        node.labels.insert("zone".into(), (*dice.pick(&["a", "b"])).into());
+        let zone = (*dice.pick(&["a", "b"])).to_owned();
+        node.labels = BTreeMap::from([("zone".to_owned(), zone)]).into();
         if dice.percent(15) {
             node.taints.push(Taint { key: "team".into(), value: "x".into(), effect: "NoSchedule".into() });
         }

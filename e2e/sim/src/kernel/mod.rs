@@ -27,6 +27,9 @@ use crate::{Error, Model, NvmlError, Store, mps, procs};
 
 const MIB: u64 = 1 << 20;
 
+/// The step whose fault lets limits of cgroups be set and read, and not enforced.
+const LIMITS: &str = "memory-limits";
+
 /// The kernels that run in this process, by driver root.
 static RUNNING: Mutex<BTreeMap<PathBuf, Arc<Kernel>>> = Mutex::new(BTreeMap::new());
 
@@ -231,8 +234,9 @@ impl Kernel {
             return Err(CudaError::Unknown);
         }
         let (total, usable) = memory(gpu, model, device).ok_or(CudaError::InvalidDevice)?;
-        // MIG is not supported: limits do not reach into instances.
-        let none = gpu.mig_current || device.mig.is_some();
+        // MIG is not supported: limits do not reach into instances. And a driver may keep limits without holding to them.
+        let ignored = state.faults.iter().any(|fault| fault.call == LIMITS);
+        let none = gpu.mig_current || device.mig.is_some() || ignored;
         let limits: Vec<&MemoryLimit> =
             state.memory_limits.iter().filter(|limit| !none && limit.gpu == index).collect();
         then(&Surroundings {

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 pub const SOCKET: &str = "run/nvidia-persistenced/socket";
 
 macro_rules! errors {
-    ($($variant:ident = $name:literal;)*) => {
+    ($($variant:ident = $name:literal $code:literal;)*) => {
         /// What a CUDA call answers (`CUresult`), by cuda.h's names.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
         pub enum CudaError { $(#[serde(rename = $name)] $variant,)* }
@@ -22,26 +22,40 @@ macro_rules! errors {
             pub const fn name(self) -> &'static str {
                 match self { $(CudaError::$variant => $name,)* }
             }
+
+            /// cuda.h's number.
+            pub const fn code(self) -> u32 {
+                match self { $(CudaError::$variant => $code,)* }
+            }
+
+            pub fn from_code(code: u32) -> Option<CudaError> {
+                match code { $($code => Some(CudaError::$variant),)* _ => None }
+            }
         }
     };
 }
 
 errors! {
-    InvalidValue = "CUDA_ERROR_INVALID_VALUE";
-    OutOfMemory = "CUDA_ERROR_OUT_OF_MEMORY";
-    Deinitialized = "CUDA_ERROR_DEINITIALIZED";
-    DeviceUnavailable = "CUDA_ERROR_DEVICE_UNAVAILABLE";
-    NoDevice = "CUDA_ERROR_NO_DEVICE";
-    InvalidDevice = "CUDA_ERROR_INVALID_DEVICE";
-    LaunchFailed = "CUDA_ERROR_LAUNCH_FAILED";
-    NotPermitted = "CUDA_ERROR_NOT_PERMITTED";
-    MpsConnectionFailed = "CUDA_ERROR_MPS_CONNECTION_FAILED";
-    MpsRpcFailure = "CUDA_ERROR_MPS_RPC_FAILURE";
-    MpsServerNotReady = "CUDA_ERROR_MPS_SERVER_NOT_READY";
-    MpsMaxClientsReached = "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED";
-    MpsMaxConnectionsReached = "CUDA_ERROR_MPS_MAX_CONNECTIONS_REACHED";
-    MpsClientTerminated = "CUDA_ERROR_MPS_CLIENT_TERMINATED";
-    Unknown = "CUDA_ERROR_UNKNOWN";
+    InvalidValue = "CUDA_ERROR_INVALID_VALUE" 1;
+    OutOfMemory = "CUDA_ERROR_OUT_OF_MEMORY" 2;
+    NotInitialized = "CUDA_ERROR_NOT_INITIALIZED" 3;
+    Deinitialized = "CUDA_ERROR_DEINITIALIZED" 4;
+    DeviceUnavailable = "CUDA_ERROR_DEVICE_UNAVAILABLE" 46;
+    NoDevice = "CUDA_ERROR_NO_DEVICE" 100;
+    InvalidDevice = "CUDA_ERROR_INVALID_DEVICE" 101;
+    InvalidContext = "CUDA_ERROR_INVALID_CONTEXT" 201;
+    InvalidPtx = "CUDA_ERROR_INVALID_PTX" 218;
+    InvalidHandle = "CUDA_ERROR_INVALID_HANDLE" 400;
+    NotFound = "CUDA_ERROR_NOT_FOUND" 500;
+    LaunchFailed = "CUDA_ERROR_LAUNCH_FAILED" 719;
+    NotPermitted = "CUDA_ERROR_NOT_PERMITTED" 800;
+    MpsConnectionFailed = "CUDA_ERROR_MPS_CONNECTION_FAILED" 805;
+    MpsRpcFailure = "CUDA_ERROR_MPS_RPC_FAILURE" 806;
+    MpsServerNotReady = "CUDA_ERROR_MPS_SERVER_NOT_READY" 807;
+    MpsMaxClientsReached = "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED" 808;
+    MpsMaxConnectionsReached = "CUDA_ERROR_MPS_MAX_CONNECTIONS_REACHED" 809;
+    MpsClientTerminated = "CUDA_ERROR_MPS_CLIENT_TERMINATED" 810;
+    Unknown = "CUDA_ERROR_UNKNOWN" 999;
 }
 
 impl std::fmt::Display for CudaError {

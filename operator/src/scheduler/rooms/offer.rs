@@ -168,7 +168,7 @@ fn is_alone(claim: &ResourceClaim, pod: &PodInfo) -> bool {
     pods.next().is_some_and(|consumer| consumer.uid == pod.uid) && pods.next().is_none()
 }
 
-/// What the pod has, in the order of its needs.
+/// What the pod has, in the order of its needs; `None` if it is not to be moved: shares stay where they are.
 fn devices(board: &Board, node: NodeIndex, pod: &PodInfo, wanted: &Wanted) -> Option<Vec<PlacedDevice>> {
     let mut devices = Vec::new();
     let contents = &board.snapshot.nodes[node];
@@ -185,6 +185,9 @@ fn devices(board: &Board, node: NodeIndex, pod: &PodInfo, wanted: &Wanted) -> Op
         for partition in &board.gpu_nodes[node].spec.partitions {
             let Owner::Claim(owner) = &partition.owner else { continue };
             let Some(subrequest) = of_need(owner) else { continue };
+            if partition.share.is_some() {
+                return None;
+            }
             let gpu = contents.gpus.iter().position(|gpu| gpu.uuid == partition.gpu)?;
             let instance = match &partition.instance {
                 None => None,
