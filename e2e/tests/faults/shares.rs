@@ -195,6 +195,55 @@ fn pods_of_any_sizes_share_a_gpu_and_none_takes_more() {
 }
 
 #[test]
+fn three_pods_share_a_mig_instance_beside_a_pod_with_another() {
+    alone(options(LIMITS), |kerf| async move {
+        let namespace = kerf.namespace("inside").await?;
+        let mut cut = for_node("shares", json!({ "mode": "Dynamic" }));
+        cut["gpus"] = json!({ "indices": [0] });
+        cut["shares"] = json!({ "instances": ["3g.40gb"], "isolation": "Process" });
+        kerf.policy("cut", cut).await?;
+        kerf.create_pod(&namespace, &gpu_pod("four", &[(&mig("4g.40gb"), 1)])).await?;
+        // Percent of the whole GPU, which has 132 multiprocessors; the instance has 60 of them.
+        let sizes = [("a", 10, 10), ("b", 12, 14), ("c", 14, 15)];
+        for (name, gib, percent) in sizes {
+            kerf.create_pod(&namespace, &greedy(name, gib, percent, &[])).await?;
+        }
+        kerf.wait_running(&namespace, "four").await?;
+        for (name, gib, percent) in sizes {
+            wait_pod_phase(&kerf.client(), &namespace, name, "Running", PATIENCE).await?;
+            let has = filled(&kerf, &namespace, name, 1).await?;
+            ensure!(has <= gib * GIB && has + GIB > gib * GIB, "{name} has {has} bytes of {gib} GiB");
+            let events = events(&kerf, &namespace, name).await?;
+            let started = events.first().context("no word of it")?;
+            let device = &started["devices"][0];
+            ensure!(device["uuid"].as_str().is_some_and(|uuid| uuid.starts_with("MIG-")), "{started}");
+            let multiprocessors = device["sms"].as_u64().context("no count")?;
+            ensure!(started["mps"] == true && multiprocessors <= u64::from(132 * percent / 100), "{started}");
+        }
+        let status = kerf.gpu_nodes().get("shares").await?.status.context("no report")?;
+        let gpu = status.gpus.iter().find(|gpu| gpu.index == 0).context("no GPU 0")?;
+        let here = |share: &kerf_crds::gpu_node::Share| {
+            share.placement.is_some_and(|place| place.start == 4) && share.problem.is_none()
+        };
+        ensure!(gpu.shares.len() == 3 && gpu.shares.iter().all(here), "{:?}", gpu.shares);
+        ensure!(servers(&kerf).await?.len() == 1, "one server for the instance");
+        for (name, ..) in sizes {
+            kerf.delete_pod(&namespace, name).await?;
+        }
+        eventually(PATIENCE, "the MPS server's pod gone", || async {
+            let left = servers(&kerf).await?;
+            Ok(if left.is_empty() { Seen::Yes(()) } else { Seen::not_yet(left[0].name_any()) })
+        })
+        .await?;
+        // All of the instance passes on, whoever had parts of it.
+        kerf.create_pod(&namespace, &gpu_pod("three", &[(&mig("3g.40gb"), 1)])).await?;
+        kerf.wait_running(&namespace, "three").await?;
+        kerf.wait_running(&namespace, "four").await?;
+        kerf.check_operators().await
+    });
+}
+
+#[test]
 fn a_noisy_neighbour_takes_nothing_of_others() {
     alone(options(LIMITS), |kerf| async move {
         let namespace = kerf.namespace("noise").await?;
