@@ -19,7 +19,7 @@ pub fn resource_name(profile: &str) -> String {
 /// Whether two spellings mean the same profile.
 pub fn same(a: &str, b: &str) -> bool {
     let spelt = |byte: u8| if byte == b'+' { b'.' } else { byte };
-    a.len() == b.len() && a.bytes().map(spelt).eq(b.bytes().map(spelt))
+    a == b || (a.len() == b.len() && a.bytes().map(spelt).eq(b.bytes().map(spelt)))
 }
 
 #[cfg(test)]

@@ -79,16 +79,18 @@ impl Check<'_> {
     fn attempt(&self, attempt: Try) -> Result<Finding> {
         let limit = self.share.memory;
         let one = self.take(limit + MORE);
+        let higher = format!("0={}M", (2 * limit) >> 20);
         Ok(match attempt {
             Try::OneProcess => memory(&self.outcomes(&one, &[], 1)?, limit),
             Try::SeveralProcesses => {
                 let each = self.take(2 * limit / SEVERAL);
                 memory(&self.outcomes(&each, &[], SEVERAL)?, limit)
             }
-            Try::LimitSetHigher => memory(&self.outcomes(&one, &[(LIMIT, Some("0=1024G"))], 1)?, limit),
+            Try::LimitSetHigher => memory(&self.outcomes(&one, &[(LIMIT, Some(&higher))], 1)?, limit),
             Try::LimitDropped => {
                 // No container sees so many GPUs.
-                memory(&self.outcomes(&one, &[(LIMIT, Some("63=1G,0=1024G"))], 1)?, limit)
+                let invalid = format!("63=1G,{higher}");
+                memory(&self.outcomes(&one, &[(LIMIT, Some(&invalid))], 1)?, limit)
             }
             Try::NoPipe => {
                 let little = self.take(MORE);
@@ -114,13 +116,14 @@ impl Check<'_> {
                 let Some(beside) = &self.beside else {
                     return Ok(Finding::not_tried("there is no second container"));
                 };
-                let held = match beside.hold(limit / 2)? {
-                    Outcome::Said(said) if said.failed.is_none() => said.granted,
-                    other => {
+                let held = match beside.hold(limit / 2) {
+                    Ok(Outcome::Said(said)) if said.failed.is_none() => said.granted,
+                    Ok(other) => {
                         return Ok(Finding::not_tried(format!(
                             "the second container has nothing: {other:?}"
                         )));
                     }
+                    Err(error) => return Ok(Finding::not_tried(format!("{error:#}"))),
                 };
                 let mine = memory(&self.outcomes(&one, &[], 1)?, limit.saturating_sub(held));
                 Finding {

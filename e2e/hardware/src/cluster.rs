@@ -1,6 +1,6 @@
 //! In a cluster: the share that the job's pod has, by its `GpuNode`, and the result as a condition there.
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use k8s_openapi::jiff::Timestamp;
 use kerf_crds::conditions::{node as condition, node_reason};
@@ -36,6 +36,8 @@ pub fn share_of(node: &GpuNode, pod_uid: &str) -> Result<(Share, String)> {
         .iter()
         .find(|share| share.id == wanted.id)
         .with_context(|| format!("GpuNode {name} reports no share {}", wanted.id))?;
+    // There is another compute mode there, so other things hold.
+    ensure!(share.placement.is_none(), "shares of MIG instances are not among what this job can verify");
     let subject = format!("{} ({}), driver {}", gpu.uuid, gpu.product, status.driver_version);
     let share =
         Share { memory: share.memory_bytes, percent: share.compute_percent, isolation: share.isolation };
@@ -79,7 +81,7 @@ pub async fn write(nodes: &Api<GpuNode>, node: &str, condition: &Condition) -> R
 
 #[cfg(test)]
 mod tests {
-    use kerf_crds::gpu_node::Isolation;
+    use kerf_crds::gpu_node::{Isolation, Placement};
 
     use super::*;
     use crate::tries::{Finding, Found, Try};
@@ -115,6 +117,10 @@ mod tests {
         let error = share_of(&node(), "nobody").unwrap_err().to_string();
         assert_eq!(error, "GpuNode n has no share for the pod with UID nobody");
         assert!(share_of(&node(), "other").unwrap_err().to_string().contains("no GPU GPU-0"));
+        let mut of_instance = node();
+        of_instance.status.as_mut().unwrap().gpus[0].shares[0].placement =
+            Some(Placement { start: 0, size: 4 });
+        assert!(share_of(&of_instance, "own").unwrap_err().to_string().contains("MIG instances"));
     }
 
     #[test]

@@ -8,7 +8,8 @@
 //!                                              (pure)                                  libcuda.so.1
 //! ```
 //!
-//! Exit status 0: all that is promised holds; 1: something does not; 2: something could not be tried.
+//! Exit status 0: all that is promised holds; 1: something does not; 2: something could not be tried, or the result not
+//! written.
 
 mod beside;
 mod check;
@@ -17,7 +18,7 @@ mod cuda;
 mod probe;
 mod tries;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result};
@@ -76,8 +77,17 @@ enum Command {
     Probe(probe::Plan),
 }
 
-fn main() -> Result<ExitCode> {
-    let Cli { command, library } = Cli::parse();
+/// Something could not be tried.
+const NOT_TRIED: u8 = 2;
+
+fn main() -> ExitCode {
+    run(Cli::parse()).unwrap_or_else(|error| {
+        eprintln!("kerf-hardware: {error:#}");
+        ExitCode::from(NOT_TRIED)
+    })
+}
+
+fn run(Cli { command, library }: Cli) -> Result<ExitCode> {
     match command {
         Command::Probe(plan) => probe::run(&plan, &library).map(|()| ExitCode::SUCCESS),
         Command::Beside { folder } => beside::serve(&folder, &library).map(|()| ExitCode::SUCCESS),
@@ -97,12 +107,7 @@ fn main() -> Result<ExitCode> {
     }
 }
 
-async fn job(
-    node: &str,
-    pod_uid: &str,
-    beside: Option<Beside>,
-    library: &std::path::Path,
-) -> Result<ExitCode> {
+async fn job(node: &str, pod_uid: &str, beside: Option<Beside>, library: &Path) -> Result<ExitCode> {
     let nodes = cluster::nodes().await?;
     let found = nodes.get(node).await.with_context(|| format!("failed to read GpuNode {node}"))?;
     let outcome = cluster::share_of(&found, pod_uid).and_then(|(share, subject)| {
@@ -115,14 +120,14 @@ async fn job(
     let condition = cluster::result(&outcome, found.status.as_ref(), Timestamp::now());
     println!("\n{} {}: {}", condition.type_, condition.status, condition.message);
     cluster::write(&nodes, node, &condition).await?;
-    Ok(outcome.as_ref().map_or(ExitCode::from(2), code))
+    Ok(outcome.as_ref().map_or(ExitCode::from(NOT_TRIED), code))
 }
 
 fn code(report: &Report) -> ExitCode {
     match report.holds() {
         Some(true) => ExitCode::SUCCESS,
         Some(false) => ExitCode::from(1),
-        None => ExitCode::from(2),
+        None => ExitCode::from(NOT_TRIED),
     }
 }
 
@@ -144,4 +149,17 @@ fn isolation(text: &str) -> Result<Isolation, String> {
         .into_iter()
         .find(|isolation| isolation.word() == text)
         .ok_or_else(|| format!("{text} is neither driver nor process"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_bytes_or_have_a_binary_suffix() {
+        assert_eq!(["8Gi", "512Mi", "7"].map(bytes), [Ok(8 << 30), Ok(512 << 20), Ok(7)]);
+        for wrong in ["8GB", "Gi", "", "99999999999Gi"] {
+            assert!(bytes(wrong).is_err(), "{wrong}");
+        }
+    }
 }

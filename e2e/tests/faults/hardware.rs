@@ -50,7 +50,11 @@ async fn run(kerf: &Kerf) -> Result<(bool, String)> {
         })
         .await?;
     }
-    let manifest = std::fs::read_to_string(repository("e2e/hardware/job.yaml"))?;
+    let file = repository("e2e/hardware/job.yaml");
+    // kubectl reads it as an administrator gives it.
+    let as_given = file.display().to_string();
+    kerf.cluster.kubectl(&["apply", "--dry-run=client", "--validate=strict", "-f", &as_given]).await?;
+    let manifest = std::fs::read_to_string(file)?;
     let overlay = Overlay::default().image("kerf/hardware", "kerf/hardware:e2e");
     apply_yaml_with(&kerf.client(), &manifest, &overlay).await?;
     let done = eventually(2 * PATIENCE, "the job at its end", || async {
@@ -221,7 +225,13 @@ fn the_job_knows_what_is_not_promised() {
             &[
                 "| to allocate more, by one process | refused | verified: got 8.00 GiB of 8.00 GiB",
                 "| `CUDA_MPS_PINNED_DEVICE_MEM_LIMIT` set higher | refused: MPS takes the lower one | verified: got 8.00 GiB",
-                "| no `CUDA_MPS_PIPE_DIRECTORY` | no GPU | verified: no GPU: ",
+                "| the same with an entry for a GPU that it cannot see, which drops every limit of MPS | \
+                 **gets it**, until the daemon sees it | not enforced, as said: got 8.25 GiB of 8.00 GiB |",
+                "| no `CUDA_MPS_PIPE_DIRECTORY` | no GPU; in a MIG instance **all of the instance**, until the daemon ends it | \
+                 verified: no GPU: ",
+                "| `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100` | no more than its ceiling | verified: a kernel ran on 32 ",
+                "| a second container, an init container | each has a share of its own or the same one | \
+                 not enforced, as said: the other has 4.00 GiB, this one got 8.00 GiB of 4.00 GiB |",
                 "SharesVerified True: GPU-",
             ],
         )?;

@@ -195,80 +195,50 @@ fn pods_of_any_sizes_share_a_gpu_and_none_takes_more() {
 }
 
 #[test]
-fn three_pods_share_an_instance_beside_one_that_is_a_pods_alone() {
-    let options = KerfOptions::nodes(&[("inside", "h100-80-sxm", 1)]).quick_kubelets();
-    alone(KerfOptions { driver_branch: Some(LIMITS), ..options }, |kerf| async move {
+fn three_pods_share_a_mig_instance_beside_a_pod_with_another() {
+    alone(options(LIMITS), |kerf| async move {
         let namespace = kerf.namespace("inside").await?;
-        let mut spec = for_node("inside", json!({ "mode": "Dynamic" }));
-        spec["shares"] = json!({ "instances": ["3g.*"], "isolation": "Process" });
-        kerf.policy("inside", spec).await?;
+        let mut cut = for_node("shares", json!({ "mode": "Dynamic" }));
+        cut["gpus"] = json!({ "indices": [0] });
+        cut["shares"] = json!({ "instances": ["3g.40gb"], "isolation": "Process" });
+        kerf.policy("cut", cut).await?;
         kerf.create_pod(&namespace, &gpu_pod("four", &[(&mig("4g.40gb"), 1)])).await?;
-        let alone = kerf.wait_running(&namespace, "four").await?;
-        ensure!(alone.whole_gpus.is_empty(), "{:?}", alone.report);
-        // 15 % of the GPU are 33 % of the instance, which has 60 of its 132 multiprocessors.
-        let names = ["a", "b", "c"];
-        for name in names {
-            kerf.create_pod(&namespace, &greedy(name, 12, 15, &AGAIN)).await?;
-        }
-        let mut have = BTreeMap::new();
-        for name in names {
-            wait_pod_phase(&kerf.client(), &namespace, name, "Running", PATIENCE).await?;
-            let has = filled(&kerf, &namespace, name, 1).await?;
-            ensure!(has <= 12 * GIB && has + GIB > 12 * GIB, "{name} has {has} bytes of 12 GiB");
-            have.insert(name, has);
-            let events = events(&kerf, &namespace, name).await?;
-            let started = events.first().context("no word of it")?;
-            ensure!(started["mps"] == true, "{started}");
-            let multiprocessors = started["devices"][0]["sms"].as_u64().context("no count")?;
-            ensure!(multiprocessors <= 60 * 33 / 100, "{name}: {started}");
-        }
-
-        let status = kerf.gpu_nodes().get("inside").await?.status.context("no report")?;
-        let gpu = status.gpus.first().context("no GPU")?;
-        let three = gpu.instances.iter().find(|one| one.profile == "3g.40gb").context("no 3g.40gb")?;
-        ensure!(gpu.instances.len() == 2, "{:?}", gpu.instances);
-        let in_force = gpu.shares.iter().filter(|share| {
-            share.placement == Some(three.placement)
-                && share.compute_percent == 33
-                && share.isolation == Isolation::Process
-                && share.problem.is_none()
-        });
-        ensure!(in_force.count() == 3, "{:?}", gpu.shares);
-        ensure!(servers(&kerf).await?.len() == 1);
-
-        // The instance is full; and who demands the driver's limits has no place in any.
-        kerf.create_pod(&namespace, &greedy("late", 12, 15, &[])).await?;
-        let message = kerf.wait_reason(&namespace, "late", "NoRoom").await?;
-        ensure!(message.contains("a share of 12Gi and 15 %"), "{message}");
-        let mut strict = greedy("strict", 1, 1, &[]);
-        strict.annotations_mut().insert(ISOLATION.to_owned(), "driver".to_owned());
-        kerf.create_pod(&namespace, &strict).await?;
-        kerf.wait_reason(&namespace, "strict", "NoSuchProfile").await?;
-        kerf.delete_pod(&namespace, "strict").await?;
-
-        // One that ends makes room in the same instance, and the others notice nothing.
-        kerf.delete_pod(&namespace, "a").await?;
-        let has = filled(&kerf, &namespace, "late", 1).await?;
-        ensure!(has <= 12 * GIB, "{has}");
-        for name in ["b", "c"] {
-            undisturbed(&kerf, &namespace, name, have[name]).await?;
+        // Percent of the whole GPU, which has 132 multiprocessors; the instance has 60 of them.
+        let sizes = [("a", 10, 10), ("b", 12, 14), ("c", 14, 15)];
+        for (name, gib, percent) in sizes {
+            kerf.create_pod(&namespace, &greedy(name, gib, percent, &[])).await?;
         }
         kerf.wait_running(&namespace, "four").await?;
-        let status = kerf.gpu_nodes().get("inside").await?.status.context("no report")?;
-        ensure!(status.gpus[0].instances.len() == 2, "{:?}", status.gpus[0].instances);
-
-        // The last leaves nothing behind: all of the GPU can be cut otherwise.
-        for name in ["b", "c", "late", "four"] {
+        for (name, gib, percent) in sizes {
+            wait_pod_phase(&kerf.client(), &namespace, name, "Running", PATIENCE).await?;
+            let has = filled(&kerf, &namespace, name, 1).await?;
+            ensure!(has <= gib * GIB && has + GIB > gib * GIB, "{name} has {has} bytes of {gib} GiB");
+            let events = events(&kerf, &namespace, name).await?;
+            let started = events.first().context("no word of it")?;
+            let device = &started["devices"][0];
+            ensure!(device["uuid"].as_str().is_some_and(|uuid| uuid.starts_with("MIG-")), "{started}");
+            let multiprocessors = device["sms"].as_u64().context("no count")?;
+            ensure!(started["mps"] == true && multiprocessors <= u64::from(132 * percent / 100), "{started}");
+        }
+        let status = kerf.gpu_nodes().get("shares").await?.status.context("no report")?;
+        let gpu = status.gpus.iter().find(|gpu| gpu.index == 0).context("no GPU 0")?;
+        let here = |share: &kerf_crds::gpu_node::Share| {
+            share.placement.is_some_and(|place| place.start == 4) && share.problem.is_none()
+        };
+        ensure!(gpu.shares.len() == 3 && gpu.shares.iter().all(here), "{:?}", gpu.shares);
+        ensure!(servers(&kerf).await?.len() == 1, "one server for the instance");
+        for (name, ..) in sizes {
             kerf.delete_pod(&namespace, name).await?;
         }
-        kerf.wait_no_leak(&namespace).await?;
         eventually(PATIENCE, "the MPS server's pod gone", || async {
             let left = servers(&kerf).await?;
             Ok(if left.is_empty() { Seen::Yes(()) } else { Seen::not_yet(left[0].name_any()) })
         })
         .await?;
-        kerf.create_pod(&namespace, &gpu_pod("all", &[(&mig("7g.80gb"), 1)])).await?;
-        kerf.wait_running(&namespace, "all").await?;
+        // All of the instance passes on, whoever had parts of it.
+        kerf.create_pod(&namespace, &gpu_pod("three", &[(&mig("3g.40gb"), 1)])).await?;
+        kerf.wait_running(&namespace, "three").await?;
+        kerf.wait_running(&namespace, "four").await?;
         kerf.check_operators().await
     });
 }

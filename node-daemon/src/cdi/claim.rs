@@ -6,7 +6,7 @@ use kerf_crds::gpu_node::Isolation;
 
 use super::nodes::{DriverFiles, NodesError};
 use super::spec::{CDI_VERSION, ContainerEdits, Device, Hook, Mount, Spec};
-use crate::carrier;
+use crate::carrier::{self, Carrier};
 use crate::inventory::Inventory;
 use crate::mps::Protocol;
 use crate::prepared::{Prepared, PreparedDevice};
@@ -72,8 +72,9 @@ pub fn claim_spec(
         if let Some(share) = &device.share {
             container_edits.env.push(format!("CUDA_MPS_PIPE_DIRECTORY={MPS_PIPE}"));
             container_edits.mounts = mps_mounts(device, &share.id, inventory, files)?;
-            let sharing = inventory.gpu(&device.key.gpu).and_then(|gpu| gpu.sharing.as_ref());
-            if sharing.is_some_and(|sharing| sharing.isolation >= Isolation::Driver) {
+            let carrier =
+                inventory.gpu(&device.key.gpu).map(|gpu| Carrier { gpu, placement: device.key.placement });
+            if carrier.is_some_and(|carrier| carrier.isolation() >= Isolation::Driver) {
                 container_edits.hooks.push(limit_hook(files, &prepared.claim.uid, &name));
             }
         }
@@ -314,7 +315,9 @@ mod tests {
     #[test]
     fn a_share_of_an_instance_gets_the_instances_nodes_and_the_pipe_directory_of_its_server() {
         let (_root, files) = driver();
-        let inventory = inventory();
+        let mut inventory = inventory();
+        inventory.gpus[0].sharing =
+            Some(kerf_crds::gpu_node::Sharing { isolation: Isolation::Driver, ..Default::default() });
         let mut prepared = prepared_claim("0f-uid", &inventory);
         let device = &mut prepared.devices[0];
         let id = "0f8fad5b-d9cb-469f-a165-70867728950e";
@@ -327,6 +330,7 @@ mod tests {
             ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap84", "/dev/nvidia-caps/nvidia-cap85"]
         );
         assert_eq!(edits.env, ["KERF_DEVICE_R=MIG-9", "CUDA_MPS_PIPE_DIRECTORY=/run/kerf/mps"]);
+        assert_eq!(edits.hooks, [], "the driver's limits do not reach into instances");
         let hosts: Vec<_> = edits.mounts.iter().map(|mount| mount.host_path.as_str()).collect();
         assert_eq!(hosts, ["/run/kerf/mps/gpu-00000000-4-1/pipe", "/run/kerf/mps/gpu-00000000-4-1/shm"]);
     }

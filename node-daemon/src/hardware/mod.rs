@@ -95,7 +95,11 @@ impl Driver {
             return Ok(library.clone());
         }
         let path = find_library(&self.root).ok_or_else(|| Unavailable::NoLibrary(self.root.to_path_buf()))?;
-        let library = Library::open(&path).map_err(|failure| Unavailable::Init { library: path, failure })?;
+        // By the name that has the version: the loader takes the same name for the same library, and the last driver's is
+        // still there while a call in it has not come back.
+        let of_version = path.canonicalize().unwrap_or_else(|_| path.clone());
+        let library =
+            Library::open(&of_version).map_err(|failure| Unavailable::Init { library: path, failure })?;
         let library = Arc::new(library);
         session.library = Some(library.clone());
         Ok(library)

@@ -88,13 +88,12 @@ fn instance_at(gpu: &Gpu, placement: Placement) -> Option<&Instance> {
 
 /// The compute of a reported share, which is in percent of its carrier's, in thousandths of a percent of the whole GPU's.
 fn of_whole_gpu(status: &GpuNodeStatus, gpu: &Gpu, share: &Share) -> u32 {
-    let milli = u64::from(share.compute_percent) * 1000;
-    let part = || {
+    let percent = u64::from(share.compute_percent);
+    let of_instance = || {
         let (instance, geometry) = (instance_at(gpu, share.placement?)?, status.geometry_of(gpu)?);
-        let own = geometry.profile(&instance.profile)?.multiprocessors;
-        (milli * u64::from(own)).checked_div(geometry.multiprocessors.into())
+        Some(geometry.compute_of(geometry.profile(&instance.profile)?, percent))
     };
-    u32::try_from(part().unwrap_or(milli)).unwrap_or(u32::MAX).max(1)
+    u32::try_from(of_instance().unwrap_or(percent * 1000)).unwrap_or(u32::MAX).max(1)
 }
 
 fn device_name(status: &GpuNodeStatus, gpu: &Gpu, instance: &Instance) -> String {

@@ -676,6 +676,26 @@ async fn a_container_sees_its_share_where_limits_nest_and_none_is_lost_where_the
     }
 }
 
+/// The thread that waits for XIDs has the last driver's library for as long as it waits.
+#[test]
+fn the_next_drivers_library_is_loaded_while_a_call_is_in_the_last_ones() {
+    use kerf_node_daemon::hardware::{self, Code, Failure};
+
+    let shared = Shared::new(580);
+    let sim = &shared.node.sim;
+    let uuid = sim.state().unwrap().gpus[0].uuid.clone();
+    let driver = hardware::Driver::new(sim.root());
+    let last = driver.session().unwrap();
+    let limits = |library: &_| hardware::memory_limits(library, &uuid, &shared.cgroups.0).unwrap_err().code;
+    assert_eq!(limits(&last), Code::FUNCTION_NOT_FOUND);
+    sim.unload_driver().unwrap();
+    driver.note_failure(&last, &Failure { call: "nvmlDeviceGetCount", code: Code::DRIVER_NOT_LOADED });
+    assert!(driver.session().is_err());
+    sim.upgrade_driver(Driver::of_branch(615)).unwrap();
+    assert_eq!(limits(&driver.session().unwrap()), Code::NOT_FOUND, "it has the function");
+    drop(last);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_the_driver_what_a_pod_has_too_much_is_ended_and_nothing_else() {
     let shared = Shared::new(580);

@@ -623,3 +623,29 @@ fn claims_that_share_slices_are_noticed() {
         assert!(claims_collide(apart.iter().chain([&other])), "{other:?}");
     }
 }
+
+/// A pod that had what it was bound for in between has only just been found without.
+#[test]
+fn a_pod_is_stranded_since_it_last_had_what_it_was_bound_for() {
+    let pod = PodInfo { node: Some("n0".into()), ..gated_pod("p", "nvidia.com/mig-3g.40gb", json!({})) };
+    let mut world = world(vec![vec![gpu("GPU-0", 0)]], dynamic()).with_pod(pod);
+    let (memory, began) = (Memory::default(), Instant::now());
+    let stranded = |world: &World, times: u32| {
+        let now = began + times * crate::scheduler::memory::STRANDED;
+        decide(world, &memory, &Selectors::default(), now, WALL).stranded.len()
+    };
+    assert_eq!([0, 1].map(|times| stranded(&world, times)), [0, 1]);
+    let owner = ClaimOwner {
+        namespace: "default".into(),
+        name: "claim-of-p".into(),
+        pod: "p".into(),
+        pod_uid: "uid-of-p".into(),
+        request: "device-0".into(),
+    };
+    let instance = Some(wanted("3g.40gb", 4));
+    let entry = Partition { gpu: "GPU-0".into(), instance, share: None, owner: Owner::Claim(owner) };
+    world.replace_gpu_node(|node| node.spec.partitions = vec![entry], "n0");
+    assert_eq!(stranded(&world, 2), 0);
+    world.replace_gpu_node(|node| node.spec.partitions.clear(), "n0");
+    assert_eq!([3, 4].map(|times| stranded(&world, times)), [0, 1]);
+}

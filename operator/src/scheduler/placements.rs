@@ -15,7 +15,7 @@ use super::requests;
 use crate::cache::{Group, PodInfo, World};
 
 /// Which placement: a pod's claim on a node.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key {
     pub node: String,
     pub namespace: String,
@@ -37,35 +37,53 @@ pub fn all(world: &World) -> BTreeSet<Key> {
 /// Those on a node. `claims`: what is allocated there.
 pub fn of_node(name: &str, node: Option<&GpuNode>, claims: Option<&Group<ResourceClaim>>) -> Vec<Key> {
     let mut keys = Vec::new();
+    all_on_node(name, node, claims, |key| {
+        keys.push(key.clone());
+        true
+    });
+    keys
+}
+
+/// Whether this holds for all of those on a node.
+pub fn all_on_node(
+    name: &str,
+    node: Option<&GpuNode>,
+    claims: Option<&Group<ResourceClaim>>,
+    mut holds: impl FnMut(&Key) -> bool,
+) -> bool {
+    // One for all of them: there are many, and few are kept.
+    let mut key = Key { node: name.to_owned(), ..Key::default() };
+    let mut holds_for = |namespace: &str, claim: &str, pod: &str, uid: &str| {
+        let parts = [
+            (&mut key.namespace, namespace),
+            (&mut key.claim, claim),
+            (&mut key.pod, pod),
+            (&mut key.pod_uid, uid),
+        ];
+        for (part, of) in parts {
+            part.clear();
+            part.push_str(of);
+        }
+        holds(&key)
+    };
     let mut recorded: BTreeSet<(&str, &str)> = BTreeSet::new();
     for partition in node.into_iter().flat_map(|node| &node.spec.partitions) {
         let Owner::Claim(owner) = &partition.owner else { continue };
         recorded.insert((&owner.namespace, &owner.name));
-        keys.push(Key {
-            node: name.to_owned(),
-            namespace: owner.namespace.clone(),
-            claim: owner.name.clone(),
-            pod: owner.pod.clone(),
-            pod_uid: owner.pod_uid.clone(),
-        });
+        if !holds_for(&owner.namespace, &owner.name, &owner.pod, &owner.pod_uid) {
+            return false;
+        }
     }
     // Allocated by Kerf's driver, without a record.
-    for claim in claims.into_iter().flat_map(|claims| claims.values()) {
-        let (namespace, claim_name) = (claim.namespace().unwrap_or_default(), claim.name_any());
-        if recorded.contains(&(namespace.as_str(), claim_name.as_str())) {
-            continue;
-        }
+    claims.into_iter().flat_map(|claims| claims.values()).all(|claim| {
+        let metadata = &claim.metadata;
+        let namespace = metadata.namespace.as_deref().unwrap_or_default();
+        let name = metadata.name.as_deref().unwrap_or_default();
         let mut reserved = claim.status.iter().filter_map(|status| status.reserved_for.as_ref()).flatten();
         let consumer = reserved.find(|consumer| consumer.resource == "pods");
-        keys.push(Key {
-            node: name.to_owned(),
-            namespace,
-            claim: claim_name,
-            pod: consumer.map(|consumer| consumer.name.clone()).unwrap_or_default(),
-            pod_uid: consumer.map(|consumer| consumer.uid.clone()).unwrap_or_default(),
-        });
-    }
-    keys
+        let (pod, uid) = consumer.map_or(("", ""), |consumer| (&consumer.name, &consumer.uid));
+        recorded.contains(&(namespace, name)) || holds_for(namespace, name, pod, uid)
+    })
 }
 
 /// A placement and the objects that it was read from.
@@ -104,12 +122,12 @@ impl<'w> Here<'w> {
     }
 
     fn claim(&self, world: &'w World, key: &Key) -> Option<&'w Arc<ResourceClaim>> {
-        let id = format!("{}/{}", key.namespace, key.claim);
+        let id = [&key.namespace, "/", &key.claim].concat();
         self.claims.and_then(|claims| claims.get(&id)).or_else(|| world.claims.get(&id))
     }
 
     fn pod(&self, world: &'w World, key: &Key) -> Option<&'w Arc<PodInfo>> {
-        let id = format!("{}/{}", key.namespace, key.pod);
+        let id = [&key.namespace, "/", &key.pod].concat();
         let pod = self.pods.and_then(|pods| pods.get(&id)).or_else(|| world.pods.get(&id));
         pod.filter(|pod| pod.uid == key.pod_uid)
     }

@@ -1,7 +1,8 @@
 //! What is worked out of each node alone, kept from cycle to cycle: an unchanged node costs a comparison.
 //!
 //! A view is a function of the objects in [`From`], of the policies' specs and of the classes, and is made anew as soon
-//! as one of them is another object than the one that it was made from. Nothing is counted up or down.
+//! as one of them is another object than the one that it was made from; where it is the policies, only what comes of
+//! them. Nothing is counted up or down.
 
 use std::cell::RefCell;
 use std::cmp::Ordering;
@@ -185,18 +186,17 @@ impl Views {
             policies.len() == self.policies.len() && self.policies.iter().zip(&policies).all(alike);
         let same_classes = world.classes.len() == self.classes.len()
             && self.classes.iter().zip(world.classes.iter()).all(|(a, b)| Arc::ptr_eq(a, b));
-        if !same_policies || !same_classes {
-            *self = Self {
-                policies: policies.into_iter().cloned().collect(),
-                classes: world.classes.iter().cloned().collect(),
-                ..Self::default()
-            };
+        if !same_classes {
+            *self = Self { classes: world.classes.iter().cloned().collect(), ..Self::default() };
         }
-        self.remake(world);
+        if !same_policies {
+            self.policies = policies.into_iter().cloned().collect();
+        }
+        self.remake(world, !same_policies);
         self.renumber();
     }
 
-    fn remake(&mut self, world: &World) {
+    fn remake(&mut self, world: &World, other_policies: bool) {
         let policies = std::mem::take(&mut self.policies);
         let matcher = Matcher::of(&policies);
         let mut known = std::mem::take(&mut self.all).into_iter().peekable();
@@ -231,8 +231,17 @@ impl Views {
                 }
             }
             let view = match view {
-                Some(view) if view.from.is(world, &now) => view,
-                _ => self.make(world, &now, &matcher),
+                Some(mut view) if view.from.is(world, &now) => {
+                    if other_policies {
+                        self.set_policies(&mut view, &matcher);
+                    }
+                    view
+                }
+                _ => {
+                    let mut view = self.make(world, &now);
+                    self.set_policies(&mut view, &matcher);
+                    view
+                }
             };
             self.all.push(view);
         }
@@ -247,7 +256,26 @@ impl Views {
         Arc::make_mut(&mut self.matches).remove(&old.name);
     }
 
-    fn make(&mut self, world: &World, now: &Now<'_>, matcher: &Matcher<'_>) -> View {
+    /// What of a view comes of the policies.
+    fn set_policies(&mut self, view: &mut View, matcher: &Matcher<'_>) {
+        let From { gpu_node, node, .. } = &view.from;
+        let matches = gpu_node.as_ref().map(|gpu_node| matcher.node(gpu_node, node.as_deref()));
+        match &matches {
+            Some(matches) => {
+                Arc::make_mut(&mut self.matches).insert(view.name.clone(), Arc::clone(matches));
+            }
+            None if self.matches.contains_key(&view.name) => {
+                Arc::make_mut(&mut self.matches).remove(&view.name);
+            }
+            None => {}
+        }
+        view.matches = matches.unwrap_or_default();
+        view.contents = None;
+        view.composed.take();
+    }
+
+    /// What of a view comes of the objects alone.
+    fn make(&mut self, world: &World, now: &Now<'_>) -> View {
         let here = now.here;
         let mut from = From {
             gpu_node: here.node.cloned(),
@@ -257,23 +285,13 @@ impl Views {
             others: Vec::new(),
         };
         let settled = is_settled(world, now, &mut from.others);
-        let matches = here.node.map(|node| matcher.node(node, now.node.map(|node| &**node)));
-        match &matches {
-            Some(matches) => {
-                Arc::make_mut(&mut self.matches).insert(now.name.to_owned(), Arc::clone(matches));
-            }
-            None if self.matches.contains_key(now.name) => {
-                Arc::make_mut(&mut self.matches).remove(now.name);
-            }
-            None => {}
-        }
         let status = here.node.and_then(|node| node.status.as_ref());
         let geometries = status.map(|status| self.geometries_of(status)).unwrap_or_default();
         let kinds = status.map(|status| self.kinds_of(status)).unwrap_or_default();
         let mut entries = here.node.into_iter().flat_map(|node| &node.spec.partitions);
         View {
             name: now.name.to_owned(),
-            matches: matches.unwrap_or_default(),
+            matches: OfNode::default(),
             geometries,
             contents: None,
             reserved: entries.any(|entry| matches!(entry.owner, Owner::Reservation(_))),
@@ -446,7 +464,7 @@ fn is_settled(world: &World, now: &Now<'_>, others: &mut Vec<(String, Option<Arc
         for name in
             pod.detail.iter().flat_map(|detail| &detail.claims).filter_map(|claim| claim.claim.as_ref())
         {
-            let key = format!("{}/{name}", pod.namespace);
+            let key = [&pod.namespace, "/", name].concat();
             if now.here.claims.is_some_and(|claims| claims.contains_key(&key)) {
                 continue;
             }
@@ -467,7 +485,7 @@ fn is_settled(world: &World, now: &Now<'_>, others: &mut Vec<(String, Option<Arc
         let its_own = seen.pod.as_ref().is_some_and(|pod| pod.uid == key.pod_uid);
         its_own && next(&seen.observed) == Step::Wait(Waiting::Running) && !tell::still_waits(&seen)
     };
-    placements::of_node(now.name, now.here.node.map(|node| &**node), now.here.claims).iter().all(runs)
+    placements::all_on_node(now.name, now.here.node.map(|node| &**node), now.here.claims, runs)
 }
 
 #[cfg(test)]
