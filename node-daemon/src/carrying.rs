@@ -84,7 +84,8 @@ impl Carrying {
         let paced = |step: &Step| (again.is_some() || hung) && matches!(step, Step::ReplacePod(_));
         let ready =
             due.steps.iter().find(|step| !paced(step) && of(step).is_none_or(|f| f.again <= now)).cloned();
-        let again = self.failed.iter().map(|failed| failed.again).chain(again).min();
+        let tries = self.failed.iter().map(|failed| failed.again).chain(again);
+        let again = tries.filter(|again| *again > now).min();
         Review { ready, problem, no_effect, again }
     }
 

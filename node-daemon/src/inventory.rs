@@ -178,11 +178,6 @@ impl Gpu {
         self.instances.iter().find(|instance| instance.placement == placement)
     }
 
-    /// The same, to change it.
-    pub fn instance_at_mut(&mut self, placement: Placement) -> Option<&mut Instance> {
-        self.instances.iter_mut().find(|instance| instance.placement == placement)
-    }
-
     /// The profile of an instance, where the geometry knows it.
     pub fn profile_of(&self, instance: &Instance) -> Option<&Profile> {
         self.geometry.as_ref()?.profiles.iter().find(|profile| profile.id == instance.profile_id)

@@ -269,7 +269,9 @@ impl Worker {
             return self.take(step, concern, &spec).await;
         }
         let tries = self.failed.iter().map(|failed| failed.again);
-        let next_try = tries.chain(carried.iter().filter_map(|one| one.review.again)).min();
+        let tries = tries.chain(carried.iter().filter_map(|one| one.review.again));
+        // What could be tried now and was not waits for something else.
+        let next_try = tries.filter(|again| *again > now).min();
         let look = match waits {
             true => now + WAITING,
             false if carried.iter().any(|one| one.due.carries) => now + CARRYING,
