@@ -9,7 +9,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use crate::cdi::CdiStore;
+use crate::cdi::{CdiStore, HookPaths};
 use crate::config::Config;
 use crate::events::{self, Notes};
 use crate::hardware::Driver;
@@ -19,7 +19,6 @@ use crate::mps::Mps;
 use crate::node::NodeState;
 use crate::ours::{self, Ours};
 use crate::pace::Pace;
-use crate::plugin::hook::HookPaths;
 use crate::plugin::{Plugin, PodLimits};
 use crate::supervise::supervise;
 use crate::worker::Context;

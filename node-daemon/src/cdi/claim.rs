@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use kerf_crds::gpu_node::Isolation;
 
 use super::nodes::{DriverFiles, NodesError};
-use super::spec::{CDI_VERSION, ContainerEdits, Device, Hook, Mount, Spec};
+use super::spec::{CDI_VERSION, ContainerEdits, Device, Mount, Spec};
 use crate::carrier::{self, Carrier};
 use crate::inventory::Inventory;
 use crate::mps::Protocol;
@@ -75,7 +75,7 @@ pub fn claim_spec(
             let carrier =
                 inventory.gpu(&device.key.gpu).map(|gpu| Carrier { gpu, placement: device.key.placement });
             if carrier.is_some_and(|carrier| carrier.isolation() >= Isolation::Driver) {
-                container_edits.hooks.push(limit_hook(files, &prepared.claim.uid, &name));
+                container_edits.hooks.push(files.hook.limit(&prepared.claim.uid, &name));
             }
         }
         devices.push(Device { name, container_edits });
@@ -136,20 +136,6 @@ fn mps_mounts(
     Ok(vec![mount(pipe, MPS_PIPE), mount(paths.shm(), "/dev/shm")])
 }
 
-/// Has the container's own cgroup limited before its first instruction.
-fn limit_hook(files: &DriverFiles, claim_uid: &str, device: &str) -> Hook {
-    let program = files.hook.program().to_string_lossy().into_owned();
-    let socket = files.hook.socket().to_string_lossy().into_owned();
-    Hook {
-        hook_name: "createRuntime".to_owned(),
-        args: vec![program.clone(), socket, claim_uid.to_owned(), device.to_owned()],
-        path: program,
-        env: Vec::new(),
-        // Longer than the program takes at most.
-        timeout: Some(15),
-    }
-}
-
 fn unused_variable(request: &str, taken: &mut BTreeSet<String>) -> String {
     let plain = device_variable(request);
     let numbered = (1..).map(|number| format!("{plain}_{number}"));
@@ -204,7 +190,7 @@ mod tests {
             host_dev_root: "/".into(),
             proc_root: root.path().to_owned(),
             mps: crate::mps::Paths::new("/run/kerf/mps"),
-            hook: crate::plugin::hook::HookPaths::new("/var/lib/kerf"),
+            hook: crate::cdi::HookPaths::new("/var/lib/kerf"),
         };
         (root, files)
     }

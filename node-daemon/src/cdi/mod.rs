@@ -14,6 +14,7 @@
 
 mod claim;
 mod file;
+mod hook;
 mod nodes;
 mod spec;
 mod store;
@@ -21,7 +22,8 @@ mod toolkit;
 
 pub use claim::{CLASS, RECORD_ANNOTATION, VENDOR, claim_spec, device_id, device_variable};
 pub(crate) use file::remove as remove_file;
-pub use file::{write_atomically, write_program_atomically};
+pub use file::write_atomically;
+pub use hook::HookPaths;
 pub use nodes::{DriverFiles, NodesError};
 pub use spec::{ContainerEdits, Device, DeviceNode, Hook, Mount, Spec};
 pub use store::{CdiStore, StoredSpec};

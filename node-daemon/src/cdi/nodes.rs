@@ -12,9 +12,9 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
 
+use super::hook::HookPaths;
 use super::spec::DeviceNode;
 use crate::config::Config;
-use crate::plugin::hook::HookPaths;
 
 /// Nodes that every CUDA program opens. `nvidia-modeset` is for displays and is not handed out.
 const CONTROL_NODES: [&str; 3] = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"];
