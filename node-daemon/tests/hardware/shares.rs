@@ -807,11 +807,14 @@ async fn three_shares_run_in_one_instance_beside_a_claim_to_another() {
         programs.push(Guard(in_cgroup(&pod, &program).spawn().unwrap()));
     }
     assert!(shared.node.sim.state().unwrap().memory_limits.is_empty(), "the driver's do not reach in there");
-    let one_each = |gpu: &Gpu| three.iter().all(|share| find(gpu, share).processes == 1);
+    // NVML is asked a moment before MPS.
+    let one_each = |gpu: &Gpu| {
+        three.iter().all(|share| find(gpu, share).processes == 1)
+            && instance_at(gpu, PLACE).mps.clients.len() == 3
+    };
     let inventory = daemon.until("a client in each", |seen| one_each(&seen.gpus[0])).await;
     let instance = instance_at(&inventory.gpus[0], PLACE);
     assert!(instance.processes.is_empty() && instance.mps.there, "{instance:?}");
-    assert_eq!(instance.mps.clients.len(), 3);
     eventually("the memory used is told", || {
         let words = ["kerf_share_memory_used_bytes", "placement=\"4:4\"", &all[1].id];
         sample(&daemon, &words).is_some_and(|used| (9 * GIB..10 * GIB).contains(&(used as u64)))
