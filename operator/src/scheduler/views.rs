@@ -176,6 +176,12 @@ impl Views {
 
     /// Makes them those of this world.
     pub fn refresh(&mut self, world: &World) {
+        let same_classes = world.classes.len() == self.classes.len()
+            && self.classes.iter().zip(world.classes.iter()).all(|(a, b)| Arc::ptr_eq(a, b));
+        // First: what is forgotten with them is not what policies are compared with.
+        if !same_classes {
+            *self = Self { classes: world.classes.iter().cloned().collect(), ..Self::default() };
+        }
         let policies: Vec<&Arc<PartitionPolicy>> =
             world.policies.iter().filter(|policy| policy.metadata.deletion_timestamp.is_none()).collect();
         // Their status and their labels are nothing that a view is made from.
@@ -184,11 +190,6 @@ impl Views {
         };
         let same_policies =
             policies.len() == self.policies.len() && self.policies.iter().zip(&policies).all(alike);
-        let same_classes = world.classes.len() == self.classes.len()
-            && self.classes.iter().zip(world.classes.iter()).all(|(a, b)| Arc::ptr_eq(a, b));
-        if !same_classes {
-            *self = Self { classes: world.classes.iter().cloned().collect(), ..Self::default() };
-        }
         if !same_policies {
             self.policies = policies.into_iter().cloned().collect();
         }

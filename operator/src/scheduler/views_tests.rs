@@ -5,7 +5,6 @@ use kerf_crds::gpu_node::{PodReference, Reservation};
 use serde_json::json;
 
 use super::*;
-use crate::controller::classes;
 use crate::scheduler::cycle::decide;
 use crate::scheduler::decision::Decision;
 use crate::scheduler::selectors::Selectors;
@@ -312,8 +311,10 @@ impl Story {
                 }
             }
             21 => {
-                for mut class in classes::missing(&self.world) {
+                let all = self.world.classes.iter().map(|class| (**class).clone()).collect();
+                if let Some(mut class) = self.pick(all) {
                     class.metadata.resource_version = Some(self.next().to_string());
+                    class.metadata.labels = Some([("changed".to_owned(), self.next().to_string())].into());
                     self.world.classes.watch_applied(class);
                 }
             }
