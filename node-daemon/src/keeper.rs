@@ -15,8 +15,8 @@ use crate::hardware::{self, Facts, Failure};
 use crate::inventory::{ComputeMode, Gpu, MpsState, Process};
 use crate::mps::control::{ControlError, Seen, Server};
 use crate::mps::pods::{NewServer, Order, Pods, ServerPod};
-use crate::mps::{Protocol, max_clients};
-use crate::prepared::{DeviceKey, PreparedClaims};
+use crate::mps::{CarrierPaths, Protocol, max_clients};
+use crate::prepared::{DeviceKey, PreparedClaims, holders_of_shares};
 use crate::shares::{Observed, Step};
 use crate::worker::{Context, blocking, no_session};
 
@@ -181,7 +181,8 @@ pub async fn act(
             .make()
             .and_then(|()| write(&paths.config(), text))
             .map_err(|error| (problem_reason::MPS_NOT_READY, error.to_string())),
-        Step::CreatePod { form, device } => match paths.make() {
+        Step::CreatePod { form, device } => match clear(context, carrier, &paths).and_then(|()| paths.make())
+        {
             Err(error) => Err((problem_reason::MPS_NOT_READY, error.to_string())),
             Ok(()) if paths.too_long() > 0 => Err((
                 problem_reason::MPS_NOT_READY,
@@ -196,7 +197,13 @@ pub async fn act(
                 order(context, Order::Create(new)).await
             }
         },
-        Step::DeletePod(pod) | Step::ReplacePod(pod) => order(context, Order::Delete(pod.clone())).await,
+        Step::DeletePod(pod) | Step::ReplacePod(pod) => {
+            let done = order(context, Order::Delete(pod.clone())).await;
+            if let Err(error) = clear(context, carrier, &paths) {
+                tracing::warn!(%carrier, "what clients have left there stays: {error}");
+            }
+            done
+        }
         Step::CreateServer { device } => told(control.create_server(device).await),
         Step::DeleteServer => told(control.delete_server().await),
         Step::CreateNamespace(name, limits) => told(control.set_namespace(name, true, limits).await),
@@ -207,6 +214,14 @@ pub async fn act(
         reason: word.into(),
         message: format!("to {step} of {carrier}: {message}"),
     })
+}
+
+/// Leaves nothing of those who had shares before, unless their containers may start again and find it.
+fn clear(context: &Context, carrier: Carrier<'_>, paths: &CarrierPaths) -> io::Result<()> {
+    match holders_of_shares(&context.state.prepared.snapshot(), &carrier.key()).is_empty() {
+        true => paths.clear(),
+        false => Ok(()),
+    }
 }
 
 fn write(path: &Path, text: &str) -> io::Result<()> {

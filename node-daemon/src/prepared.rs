@@ -188,7 +188,7 @@ impl PreparedStore {
     }
 
     /// Bars Prepare of everything that overlaps `key` until the guard is dropped; `None` if something there is
-    /// prepared. `users` tells who would be disturbed: [`holders`], or [`holders_of_exactly`].
+    /// prepared. `users` tells who would be disturbed: [`holders`], or one of those after it.
     pub fn condemn(
         &self,
         key: DeviceKey,
@@ -218,6 +218,11 @@ pub fn holders_of_exactly(claims: &PreparedClaims, key: &DeviceKey) -> Vec<Claim
 /// The claims in `claims` that hold all of something that overlaps this device, and not a share of it.
 pub fn holders_of_whole(claims: &PreparedClaims, key: &DeviceKey) -> Vec<ClaimReference> {
     holding(claims, |device| device.key.share.is_none() && device.key.overlaps(key))
+}
+
+/// The claims in `claims` that hold shares of this device.
+pub fn holders_of_shares(claims: &PreparedClaims, key: &DeviceKey) -> Vec<ClaimReference> {
+    holding(claims, |device| device.key.share.is_some() && device.key.carrier() == key.carrier())
 }
 
 fn holding(claims: &PreparedClaims, holds: impl Fn(&PreparedDevice) -> bool) -> Vec<ClaimReference> {

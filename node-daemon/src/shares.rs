@@ -30,7 +30,8 @@ use crate::mps::control::{ALL, Seen, Server};
 use crate::mps::pods::{Form, Pods, ServerPod};
 use crate::mps::{Limits, Protocol, config, is_namespace, namespace};
 use crate::prepared::{
-    DeviceKey, PreparedClaims, PreparedDevice, holders, holders_of_exactly, holders_of_whole,
+    DeviceKey, PreparedClaims, PreparedDevice, holders, holders_of_exactly, holders_of_shares,
+    holders_of_whole,
 };
 use crate::step::Desired;
 
@@ -125,6 +126,7 @@ impl Step {
             // Those who have the whole GPU may have several processes.
             Step::TakeComputeMode
             | Step::RestoreComputeMode(_)
+            | Step::CreatePod { .. }
             | Step::DeletePod(_)
             | Step::ReplacePod(_) => Some(carrier.clone()),
             // A namespace that is deleted is nobody's by the spec, and so is not prepared.
@@ -135,7 +137,9 @@ impl Step {
     /// Who would be disturbed.
     pub fn users(&self) -> fn(&PreparedClaims, &DeviceKey) -> Vec<ClaimReference> {
         match self {
-            Step::TakeComputeMode => holders_of_whole,
+            Step::TakeComputeMode | Step::CreatePod { .. } => holders_of_whole,
+            // Whoever has all of the carrier is better off without it: it has come late.
+            Step::DeletePod(_) => holders_of_shares,
             Step::ReplacePod(_) => |_, _| Vec::new(),
             _ => holders,
         }
@@ -485,7 +489,8 @@ fn tear_down(observed: &Observed<'_>) -> Way {
     if pod.going {
         return Way::wait(format!("pod {} of the MPS server is being deleted", pod.name));
     }
-    match in_use(observed, "the MPS server cannot be taken down") {
+    let claims = holders_of_shares(observed.prepared, &observed.carrier.key());
+    match used_by(observed, &claims, "the MPS server cannot be taken down") {
         Some(why) => Way::blocked(why),
         None => Way::step(Step::DeletePod(pod.clone())),
     }

@@ -20,7 +20,7 @@ use crate::hardware::{self, Failure, ProcessMemory};
 use crate::holders;
 use crate::inventory::{Gpu, Inventory};
 use crate::mps::Protocol;
-use crate::mps::control::{Seen, Server};
+use crate::mps::control::{Control, Seen, Server};
 use crate::plugin::{PodLimits, shares_of};
 use crate::prepared::{DeviceKey, PreparedClaims};
 use crate::worker::{Context, blocking, no_session};
@@ -35,6 +35,9 @@ const UNWELL: Duration = Duration::from_millis(250);
 
 /// So far apart are the looks at limits that the driver keeps.
 const LIMITS: Duration = Duration::from_secs(10);
+
+/// From so many looks in a row on at which a pod had processes past MPS, whoever it is has no second look.
+const IN_A_ROW: u32 = 3;
 
 /// What a pod may have of a carrier.
 #[derive(Clone, Copy, Debug)]
@@ -84,7 +87,7 @@ fn excess(uses: &[Use], allowed: Allowed) -> Vec<(u32, Why)> {
 /// Runs until dropped.
 pub async fn run(context: Context, limits: PodLimits) -> anyhow::Result<()> {
     let mut prepared = context.state.prepared.subscribe();
-    let mut watch = Watch { context, told: BTreeMap::new() };
+    let mut watch = Watch { context, told: BTreeMap::new(), past: BTreeMap::new() };
     let mut limits_at: Option<Instant> = None;
     loop {
         let claims = prepared.borrow_and_update().clone();
@@ -128,6 +131,22 @@ struct Watch {
     context: Context,
     /// Processes that are to end, by carrier and pid.
     told: BTreeMap<(DeviceKey, u32), Found>,
+    /// At how many looks in a row a pod, by its UID, had some process past MPS on a carrier.
+    past: BTreeMap<(DeviceKey, String), u32>,
+}
+
+/// A process of a pod that has too much of a carrier.
+#[derive(Clone, Copy, Debug)]
+struct Excess<'a> {
+    carrier: Carrier<'a>,
+    /// UID of the pod.
+    uid: &'a str,
+    pod: &'a str,
+    pid: u32,
+    why: Why,
+    limit: u64,
+    /// At how many looks in a row, this one among them, the pod had some process past MPS there.
+    looks: u32,
 }
 
 /// A process that is to end.
@@ -168,7 +187,7 @@ impl Watch {
             }
         }
         let protocol = Protocol::of_driver(&inventory.driver_version);
-        let mut now = BTreeSet::new();
+        let (mut now, mut past) = (BTreeSet::new(), BTreeMap::new());
         for carrier in carriers {
             // The instance, where it is one; it may have gone since the inventory.
             let instance = carrier.instance().map(|instance| instance.gpu_instance_id);
@@ -182,45 +201,53 @@ impl Watch {
             let sums = here.iter().map(|(uid, uses)| ((*uid).to_owned(), sum(uses))).collect();
             self.context.state.metrics.uses(&key, sums);
             let by_driver = carrier.isolation() >= Isolation::Driver;
+            let control = self.context.mps.control(&carrier.name(), protocol);
+            // Asked once for all of them; one that hangs must not keep the watch from others.
+            let mut seen = None;
             for (uid, uses) in here {
                 let Some(bytes) = shares_of(claims, uid).get(&key).copied() else { continue };
-                for (pid, why) in excess(uses, Allowed { bytes, by_driver }) {
+                let excess = excess(uses, Allowed { bytes, by_driver });
+                if !excess.is_empty() && seen.is_none() {
+                    seen = Some(tokio::time::timeout(LOOK, control.look()).await.unwrap_or(Seen {
+                        server: Server::Hangs("no answer".to_owned()),
+                        ..Seen::default()
+                    }));
+                }
+                let Some(seen) = &seen else { continue };
+                let is_client = |pid| seen.clients.values().flatten().any(|client| *client == pid);
+                let excess = excess.into_iter().filter(|(pid, why)| *why != Why::PastMps || !is_client(*pid));
+                let excess: Vec<(u32, Why)> = excess.collect();
+                let row = (key.clone(), uid.to_owned());
+                let looks = match excess.iter().any(|(_, why)| *why == Why::PastMps) {
+                    true => self.past.remove(&row).unwrap_or(0) + 1,
+                    false => 0,
+                };
+                if looks > 0 {
+                    past.insert(row, looks);
+                }
+                for (pid, why) in excess {
                     now.insert((key.clone(), pid));
-                    self.end(*carrier, protocol, uid, &pods[uid], pid, why, bytes).await;
+                    let one =
+                        Excess { carrier: *carrier, uid, pod: &pods[uid], pid, why, limit: bytes, looks };
+                    self.end(&control, seen, one).await;
                 }
             }
         }
+        self.past.retain(|(key, _), _| key.gpu != gpu.uuid);
+        self.past.append(&mut past);
         self.told.retain(|key, _| key.0.gpu != gpu.uuid || now.contains(key));
     }
 
-    /// By MPS first, then by force. One that seems to be past MPS is looked at twice where there is a server: it may be on
-    /// its way in.
-    #[allow(clippy::too_many_arguments, reason = "all of it is told")]
-    async fn end(
-        &mut self,
-        carrier: Carrier<'_>,
-        protocol: Protocol,
-        uid: &str,
-        pod: &str,
-        pid: u32,
-        why: Why,
-        limit: u64,
-    ) {
+    /// By MPS first, then by force. One that seems to be past MPS is looked at twice where there is a server, since it may be
+    /// on its way in; but not for ever where others of the pod come in its place.
+    async fn end(&mut self, control: &Control, seen: &Seen, one: Excess<'_>) {
+        let Excess { carrier, uid, pod, pid, why, limit, looks } = one;
         let found = self.told.entry((carrier.key(), pid)).or_default();
         found.looks += 1;
         let first = found.looks == 1;
-        let control = self.context.mps.control(&carrier.name(), protocol);
         let reason = match why {
-            Why::PastMps => {
-                // One that hangs must not keep the watch from all others.
-                let seen = tokio::time::timeout(LOOK, control.look()).await;
-                let is_client = |seen: &Seen| seen.clients.values().flatten().any(|client| *client == pid);
-                let lets_in = seen.as_ref().map_or(true, |seen| lets_in(&seen.server));
-                if seen.is_ok_and(|seen| is_client(&seen)) || first && lets_in {
-                    return;
-                }
-                "it is there past MPS".to_owned()
-            }
+            Why::PastMps if first && looks < IN_A_ROW && lets_in(&seen.server) => return,
+            Why::PastMps => "it is there past MPS".to_owned(),
             Why::Memory(all) => {
                 format!("the pod's processes have {all} bytes together where its shares are {limit}")
             }
@@ -237,12 +264,12 @@ impl Watch {
                 message,
             });
         }
-        // One that hangs would keep the watch from all others.
-        if first && !matches!(why, Why::PastMps) && carrier.is_served() {
-            let server = control.look().await.server_pids.first().copied();
-            match control.terminate(server, pid).await {
-                Ok(()) => return,
-                Err(error) => tracing::warn!(pid, "MPS does not end a client: {error}"),
+        if first && !matches!(why, Why::PastMps) && seen.server == Server::Ready {
+            let server = seen.server_pids.first().copied();
+            match tokio::time::timeout(LOOK, control.terminate(server, pid)).await {
+                Ok(Ok(())) => return,
+                Ok(Err(error)) => tracing::warn!(pid, "MPS does not end a client: {error}"),
+                Err(_) => tracing::warn!(pid, "MPS does not end a client: it gives no answer"),
             }
         }
         if let Err(error) = kill(pid, uid) {

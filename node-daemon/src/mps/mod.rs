@@ -210,6 +210,17 @@ impl CarrierPaths {
         Ok(())
     }
 
+    /// Takes away what clients have left there, which is not for those who come after them. Links are not followed.
+    pub fn clear(&self) -> std::io::Result<()> {
+        for path in [self.pipe(), self.shm()] {
+            match std::fs::remove_dir_all(&path) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
     /// By how many bytes the path of a share's socket is too long for one; 0 if it is not.
     pub fn too_long(&self) -> usize {
         let socket = self.client_pipe(Protocol::V3, &"0".repeat(32)).join("control");
@@ -312,6 +323,26 @@ mod tests {
         assert_eq!(Paths::new("/run/kerf/mps").of(&longest).too_long(), 0);
         assert!(Paths::new("/".repeat(60)).of(&longest).too_long() > 0);
         assert!(is_namespace(&namespace("0f8fad5b-d9cb-469f-a165-70867728950e")) && !is_namespace("default"));
+    }
+
+    #[test]
+    fn what_a_tenant_left_is_cleared_and_nothing_that_it_points_to() {
+        let dir = tempfile::tempdir().unwrap();
+        let outside = dir.path().join("outside");
+        std::fs::create_dir(&outside).unwrap();
+        std::fs::write(outside.join("file"), "").unwrap();
+        let paths = Paths::new(dir.path().join("mps")).of("gpu-1");
+        paths.clear().expect("nothing is there yet");
+        paths.make().unwrap();
+        std::fs::write(paths.shm().join("secret"), "of the last tenant").unwrap();
+        std::os::unix::fs::symlink(&outside, paths.shm().join("link")).unwrap();
+        std::os::unix::fs::symlink(&outside, paths.pipe().join("link")).unwrap();
+        std::fs::write(paths.config(), "").unwrap();
+        paths.clear().unwrap();
+        paths.make().unwrap();
+        assert_eq!(std::fs::read_dir(paths.shm()).unwrap().count(), 0);
+        assert_eq!(std::fs::read_dir(paths.pipe()).unwrap().count(), 0);
+        assert!(outside.join("file").exists() && paths.config().exists());
     }
 
     #[test]

@@ -674,6 +674,23 @@ fn a_server_that_hangs_is_replaced_after_a_while_whoever_is_in_it() {
 }
 
 #[test]
+fn a_server_that_comes_late_does_not_stay_beside_whoever_has_all_of_its_carrier() {
+    let shares = [share(1, 10, 10)];
+    let mut world = World::new(Protocol::V3);
+    world.settle(&shares);
+    world.use_share(&share(2, 10, 10), false);
+    let record = world.prepared.values_mut().next().unwrap();
+    (record.devices[0].key, record.devices[0].share) = (DeviceKey::gpu("GPU-1"), None);
+    let step = next_step_of(&world, &[]).unwrap();
+    assert!(matches!(step, Step::DeletePod(_)), "{step}");
+    assert!(step.users()(&world.prepared, &DeviceKey::gpu("GPU-1")).is_empty());
+    world.apply(&step);
+    assert_eq!(world.due(&[]).steps, [], "the compute mode is that claim's meanwhile");
+    let making = next_step_of(&World { before: None, ..world.clone() }, &shares);
+    assert!(making.is_none_or(|step| !matches!(step, Step::CreatePod { .. })));
+}
+
+#[test]
 fn who_comes_to_a_server_of_a_driver_that_has_gone_does_not_keep_it() {
     let shares = [share(1, 10, 10)];
     let mut world = World::new(Protocol::V2);

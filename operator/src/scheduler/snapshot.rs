@@ -314,7 +314,7 @@ fn share_room(
         .filter(|(index, profile)| allowed.contains(index) && carries(&profile.name))
         .filter_map(|(index, profile)| {
             let compute = cut?.compute_of(profile, shares.compute_percent.into());
-            let clients = (sharing.max_clients * profile.compute_slices).checked_div(slices)?;
+            let clients = sharing.max_clients.saturating_mul(profile.compute_slices).checked_div(slices)?;
             Some((Some(index), room(profile.memory_bytes, compute, clients)))
         });
     itself.into_iter().chain(instances).collect()
