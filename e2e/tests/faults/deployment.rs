@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context as _, Error, Result, ensure};
@@ -91,9 +91,13 @@ fn the_shipped_deployment_loses_nothing_when_its_pods_die_and_change() {
 async fn install_as_shipped(kerf: &Kerf) -> Result<()> {
     let busybox = &kerf.cluster.toolchain().busybox;
     let mut overlay = Overlay::default().for_api_port(kerf.cluster.api_port());
-    for program in ["operator", "node-daemon"] {
+    let images: [(&str, &[&str]); 2] =
+        [("operator", &["kerf-operator"]), ("node-daemon", &["kerf-node-daemon", "kerf-cdi-hook"])];
+    for (program, programs) in images {
         let reference = format!("kerf/{program}:shipped");
-        let image = image_from_binaries(busybox, &reference, &[&built(&format!("kerf-{program}"))?])?;
+        let programs = programs.iter().map(|program| built(program)).collect::<Result<Vec<_>>>()?;
+        let programs: Vec<&Path> = programs.iter().map(PathBuf::as_path).collect();
+        let image = image_from_binaries(busybox, &reference, &programs)?;
         kerf.cluster.load_image(&image).await?;
         overlay = overlay.image(&format!("kerf/{program}"), &reference);
     }
