@@ -27,10 +27,14 @@ fn every_error_appears_in_its_case() {
 /// Runs a script of `tests/pynvml` against the node, and does to the hardware what it asks for.
 fn run(script: &str, test: &TestNode) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/pynvml");
+    // Beside it lies a C library that is not Python's.
+    let own = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(test.node.library(), own.path().join("libnvidia-ml.so.1")).unwrap();
     let mut child = Command::new(toolchain("python-nvidia-ml-py", "python"))
         .arg(folder.join(script))
         .env("DRIVER_ROOT", test.root())
-        .env("LD_LIBRARY_PATH", test.node.library().parent().unwrap())
+        .env("KERF_SIM_ROOT", test.root())
+        .env("LD_LIBRARY_PATH", own.path())
         .env("PYTHONDONTWRITEBYTECODE", "1")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
