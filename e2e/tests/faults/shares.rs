@@ -106,6 +106,15 @@ pub async fn servers(kerf: &Kerf) -> Result<Vec<Pod>> {
     Ok(kerf.pods(NAMESPACE).list(&of).await?.items)
 }
 
+/// Waits until no MPS server is left.
+async fn no_servers(kerf: &Kerf) -> Result<()> {
+    eventually(PATIENCE, "the MPS server's pod gone", || async {
+        let left = servers(kerf).await?;
+        Ok(if left.is_empty() { Seen::Yes(()) } else { Seen::not_yet(left[0].name_any()) })
+    })
+    .await
+}
+
 #[test]
 fn pods_of_any_sizes_share_a_gpu_and_none_takes_more() {
     alone(options(LIMITS), |kerf| async move {
@@ -178,11 +187,7 @@ fn pods_of_any_sizes_share_a_gpu_and_none_takes_more() {
             kerf.delete_pod(&namespace, name).await?;
         }
         kerf.wait_no_leak(&namespace).await?;
-        eventually(PATIENCE, "the MPS server's pod gone", || async {
-            let left = servers(&kerf).await?;
-            Ok(if left.is_empty() { Seen::Yes(()) } else { Seen::not_yet(left[0].name_any()) })
-        })
-        .await?;
+        no_servers(&kerf).await?;
         // Whoever wants all of the GPU gets it, and not for one process only.
         kerf.create_pod(&namespace, &gpu_pod("beside", &[(&mig("7g.80gb"), 1)])).await?;
         kerf.wait_running(&namespace, "beside").await?;
@@ -230,11 +235,7 @@ fn three_pods_share_a_mig_instance_beside_a_pod_with_another() {
         for (name, ..) in sizes {
             kerf.delete_pod(&namespace, name).await?;
         }
-        eventually(PATIENCE, "the MPS server's pod gone", || async {
-            let left = servers(&kerf).await?;
-            Ok(if left.is_empty() { Seen::Yes(()) } else { Seen::not_yet(left[0].name_any()) })
-        })
-        .await?;
+        no_servers(&kerf).await?;
         // All of the instance passes on, whoever had parts of it.
         kerf.create_pod(&namespace, &gpu_pod("three", &[(&mig("3g.40gb"), 1)])).await?;
         kerf.wait_running(&namespace, "three").await?;

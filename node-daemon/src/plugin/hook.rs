@@ -2,14 +2,14 @@
 //! on the pod is what holds; a container's own is there for CUDA to report it.
 
 use std::io;
-use std::os::unix::fs::PermissionsExt as _;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
-use tokio::net::{UnixListener, UnixStream};
+use tokio::net::UnixStream;
 
 use super::limits::PodLimits;
+use super::socket::bind;
 use crate::cdi::HookPaths;
 use crate::node::NodeState;
 
@@ -21,12 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Answers hooks until dropped.
 pub async fn serve(paths: &HookPaths, state: NodeState, limits: PodLimits) -> io::Result<()> {
-    let path = paths.socket();
-    // Left by an earlier process.
-    let _ = std::fs::remove_file(&path);
-    let listener = UnixListener::bind(&path)?;
-    // Container runtimes run as root, and nobody else has business here.
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
+    let listener = bind(&paths.socket())?;
     let asked = Arc::new((state, limits));
     loop {
         let (stream, _) = listener.accept().await?;

@@ -1,4 +1,4 @@
-//! Unix sockets that kubelet finds.
+//! Unix sockets that kubelet and containers' hooks find.
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _};
@@ -60,7 +60,8 @@ async fn stopped(stop: &mut watch::Receiver<bool>) {
     _ = stop.wait_for(|stop| *stop).await;
 }
 
-fn bind(path: &Path) -> io::Result<UnixListener> {
+/// Listens at `path`, in place of a socket that an earlier process left there.
+pub(super) fn bind(path: &Path) -> io::Result<UnixListener> {
     let named = |what: &str, error: io::Error| {
         io::Error::new(error.kind(), format!("cannot {what} {}: {error}", path.display()))
     };
@@ -82,7 +83,7 @@ fn bind(path: &Path) -> io::Result<UnixListener> {
         Err(_) => {}
     }
     let listener = UnixListener::bind(path).map_err(|error| named("listen on", error))?;
-    // kubelet runs as root, and nobody else has business here.
+    // kubelet and container runtimes run as root, and nobody else has business here.
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))
         .map_err(|error| named("set the mode of", error))?;
     Ok(listener)
